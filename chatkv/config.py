@@ -1,0 +1,37 @@
+"""What an engine is built with. Plain objects: only `tui/settings.py` reads files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from chatkv.errors import ConfigError
+
+SPEC_MODES = re.compile(r"none|auto|(chain|tree):([1-9][0-9]?)")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine, checked when built."""
+
+    threads: int | None = None
+    """CPU threads; None is every core the process may use."""
+    context_limit: int | None = None
+    """Tokens a conversation may hold; None is what the model was trained for."""
+    pool_tokens: int | None = None
+    """Tokens the page pool holds over all open conversations; None is two contexts."""
+    spec: str = "auto"
+    """Drafting: `none`, `auto`, `chain:N` or `tree:N` (N guessed rows)."""
+    drafters: tuple[str, ...] = ("ngram",)
+    """Names of the drafters to ask, first come first merged."""
+
+    def __post_init__(self) -> None:
+        if not SPEC_MODES.fullmatch(self.spec):
+            raise ConfigError(
+                f"Unknown drafting mode {self.spec!r}.",
+                hint="Use none, auto, chain:N or tree:N with N from 1 to 62.",
+            )
+        for name in ("threads", "context_limit", "pool_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}.", hint="Use a number of 1 or more.")

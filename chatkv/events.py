@@ -1,0 +1,172 @@
+"""What an engine tells while it works. Plain records that become JSON; no tensor, no widget.
+
+A front reads them in this order for one reply: `Rendered`, `Prefill` (none or more), `Delta` (one a
+step), then `Done` or `Failed`. `Loading` and `Ready` come once, before the first reply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The model is being read. `done` and `total` count bytes of `stage`."""
+
+    type: ClassVar[str] = "loading"
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine can take a request."""
+
+    type: ClassVar[str] = "ready"
+    model: str
+    device: str
+    backend: str
+    mode: str
+    context_limit: int
+    drafting: str
+    tok_fp: str
+    """Hex digest of tokenizer, template and options: the key under which ids are stored."""
+    notice: str = ""
+    """One sentence the user should see once, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageIds:
+    """The ids one message puts in front of the model."""
+
+    index: int
+    """Place of the message in the request."""
+    ids: tuple[int, ...]
+    sampled: tuple[tuple[int, int], ...]
+    """Half-open spans of `ids` that the model chose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Ids made for messages that had none, before anything is computed from them."""
+
+    type: ClassVar[str] = "rendered"
+    messages: tuple[MessageIds, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompt tokens so far: `reused` were found, `done` of `total` are in place."""
+
+    type: ClassVar[str] = "prefill"
+    reused: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The tokens of one step, and the text that became whole with them."""
+
+    type: ClassVar[str] = "delta"
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The numbers of one reply. Times in milliseconds; every one is measured by the engine."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose K/V were found in memory or on disk."""
+    prompt_n: int = 0
+    """Prompt tokens that were computed for this reply."""
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    steps: int = 0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    restore_ms: float = 0.0
+    restored_pages: int = 0
+    reuse_reason: str = "new"
+    verified: bool | None = None
+    """Whether a forward pass agreed with the restored pages; None when nothing was restored."""
+    context_limit: int = 0
+    context_used: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens a forward pass gained, the model's own token counted; 0 before the first."""
+        return self.predicted_n / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode rate, prompt not counted."""
+        return 1000.0 * self.predicted_n / self.predicted_ms if self.predicted_ms else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The reply is whole. `ids` holds the closing ids too, which `sampled` leaves out."""
+
+    type: ClassVar[str] = "done"
+    finish_reason: str
+    """`stop`, `length`, `context_full` or `cancelled`."""
+    text: str
+    ids: tuple[int, ...]
+    sampled: tuple[tuple[int, int], ...]
+    usage: Usage = field(default_factory=Usage)
+    notice: str = ""
+    """One sentence about pages that could not be saved or proved, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended in an error; nothing that was acknowledged is lost."""
+
+    type: ClassVar[str] = "failed"
+    code: str
+    exit: int
+    message: str
+    hint: str = ""
+
+
+Event = Loading | Ready | Rendered | Prefill | Delta | Done | Failed
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """The event as a JSON object with its `type`."""
+    return {"type": event.type, **asdict(event)}
+
+
+def from_json(data: dict[str, Any]) -> Event:
+    """The inverse of `to_json`. Raises KeyError or TypeError on anything else."""
+    fields = dict(data)
+    kind = _KINDS[fields.pop("type")]
+    if kind is Rendered:
+        return Rendered(tuple(_message_ids(message) for message in fields["messages"]))
+    if kind is Done:
+        fields["usage"] = Usage(**fields["usage"])
+        fields["sampled"] = _spans(fields["sampled"])
+    if "ids" in fields:
+        fields["ids"] = tuple(fields["ids"])
+    return kind(**fields)
+
+
+def _message_ids(data: dict[str, Any]) -> MessageIds:
+    return MessageIds(data["index"], tuple(data["ids"]), _spans(data["sampled"]))
+
+
+def _spans(data: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((start, stop) for start, stop in data)
+
+
+_KINDS: dict[str, Any] = {
+    kind.type: kind for kind in (Loading, Ready, Rendered, Prefill, Delta, Done, Failed)
+}
