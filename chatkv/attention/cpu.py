@@ -1,0 +1,116 @@
+"""The CPU backend: one plan a step, one compiled call a layer. Knows tensors and plans, no model.
+
+Exact: a row has the same bits in a tree and in plain decoding, whatever rows, sequences or threads are beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatkv.attention import cpu_kernels as kernels
+from chatkv.attention.call import AttentionCall
+from chatkv.attention.cpu_plan import CpuPlan, Planner
+from chatkv.attention.cpu_prefill import attend_chunk
+from chatkv.errors import BackendUnavailable
+
+NO_LSE = np.zeros((0, 0), np.float32)
+
+
+class CpuBackend:
+    """Attention on the CPU for bfloat16 and float32 pages. Serves one call at a time."""
+
+    name = "cpu"
+    mode: Literal["exact", "guarded"] = "exact"
+    numerics = "cpu-numba-1"
+    max_depth = 16
+
+    def __init__(self, threads: int | None = None) -> None:
+        """Use `threads` threads, or as many as torch does."""
+        self.threads = max(1, torch.get_num_threads() if threads is None else threads)
+        self.calls = 0
+        """How many layers this backend has served."""
+        self._planner = Planner()
+
+    def attend(
+        self, call: AttentionCall, q: Tensor, pages: Tensor, *, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Serve one call. Shapes as in `reference.paged_attention`.
+
+        Raises:
+            ValueError: q or pages do not fit the call.
+            BackendUnavailable: Quantised or float16 pages, or a head size that is not a multiple of 16.
+        """
+        call.check(q, pages, scales)
+        if pages.dtype not in (torch.bfloat16, torch.float32) or q.shape[-1] % 16:
+            raise BackendUnavailable(
+                f"Backend cpu: {pages.dtype} pages of head size {q.shape[-1]} are not served, only "
+                "bfloat16 and float32 ones with a head size of 16 n.",
+                hint="Use the reference backend, or bfloat16 pages.",
+            )
+        num_heads, head_dim = q.shape[1:]
+        plan = self.plan(call, num_heads, pages.shape[2], head_dim, pages.shape[3])
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        self.attend_rows(plan, _bits(q), _bits(pages.contiguous()), _bits(out), lse.numpy())
+        return out, lse
+
+    def plan(
+        self,
+        call: AttentionCall,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+    ) -> CpuPlan:
+        """Work out once a step what every layer needs. The next plan takes over this one's scratch."""
+        return self._planner.plan(
+            call, num_query_heads, num_kv_heads, head_dim, page_size, self.threads
+        )
+
+    def attend_rows(
+        self,
+        plan: CpuPlan,
+        q: NDArray[Any],
+        pages: NDArray[Any],
+        out: NDArray[Any],
+        lse: NDArray[np.float32] | None = None,
+    ) -> None:
+        """One layer of a step.
+
+        Args:
+            plan: Made for this step's call.
+            q: [>= T, HQ, D] uint16 (bfloat16 bits) or float32, C order.
+            pages: [P, 2, HK, S, D] of one layer, same dtype.
+            out: Like q; rows from T on are left alone.
+            lse: [>= T, HQ] float32 to fill, or None.
+        """
+        self.calls += 1
+        if q.dtype == np.float32:
+            kernel = kernels.attend_float32
+        else:
+            kernel = kernels.attend_alone if plan.num_workers == 1 else kernels.attend_together
+        kernel(q, pages, out, NO_LSE if lse is None else lse, *plan.arguments)
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pages: Tensor,
+        entries: Tensor,
+        start: int,
+        num_rows: int,
+    ) -> Tensor:
+        """One layer of a prompt chunk. Arguments as in `cpu_prefill.attend_chunk`."""
+        self.calls += 1
+        return attend_chunk(q, k, v, pages, entries, start, num_rows)
+
+
+def _bits(tensor: Tensor) -> NDArray[Any]:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

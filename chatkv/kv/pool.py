@@ -1,0 +1,173 @@
+"""The K/V tensors of all sequences: which pages are free and how many hold each of the others.
+
+Knows no sequence, no key and no file. Not thread-safe: one engine thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from chatkv.attention.store import copy_page
+from chatkv.errors import ModelError, OutOfPages
+from chatkv.kv.staging import Staging
+
+
+class PagePool:
+    """Pages of `page_size` slots across all layers, counted by reference.
+
+    Args:
+        num_pages: P, pages in all.
+        page_size: S, slots a page; a power of two.
+        num_layers: L.
+        num_kv_heads: HK.
+        head_dim: D.
+        dtype: Of the stored keys and values.
+        device: Where they live.
+
+    Raises:
+        ModelError: The device has no room for them; says how much is missing.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if num_pages < 1 or page_size < 1 or page_size & (page_size - 1):
+            raise ValueError(f"{num_pages} pages of {page_size} slots (S is a power of two).")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # Not cleared: the system then gives memory only to pages that are really used.
+        shape = (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
+        try:
+            self.data: Tensor = torch.empty(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise _no_room(shape, dtype, device) from error
+        """[L, P, 2, HK, S, D]. What no sequence has written may be anything, NaN too."""
+        self.scales: Tensor | None = None
+        """Row scales of a quantised pool; this one is not."""
+        self.reclaim: Callable[[int], int] | None = None
+        """Called by `take` with the pages it misses; gives back what it can and says how many.
+        The owner of both sets it to `PrefixCache.reclaim`."""
+        self._staging = Staging(self.data.device)
+        self._refs = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Pages that somebody holds, if only the prefix cache."""
+        return self.num_pages - len(self._free)
+
+    def refs(self, page: int) -> int:
+        """How many hold this page. Over one, it must not be written."""
+        return self._refs[page]
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` slots need."""
+        return -(-num_tokens // self.page_size)
+
+    def payload_bytes(self, num_tokens: int) -> int:
+        """Length of the image of a page with `num_tokens` rows."""
+        layers, _, two, heads, _, dim = self.data.shape
+        return layers * two * heads * num_tokens * dim * self.data.element_size()
+
+    def take(self, n: int = 1) -> list[int]:
+        """Take `n` free pages with one reference each, after asking `reclaim` if too few are free.
+
+        Raises:
+            OutOfPages: Still too few. None is taken then.
+        """
+        if n > len(self._free) and self.reclaim is not None:
+            self.reclaim(n - len(self._free))
+        if n > len(self._free):
+            raise OutOfPages(needed=n, free=len(self._free), page_size=self.page_size)
+        pages = [self._free.pop() for _ in range(n)]
+        for page in pages:
+            assert self._refs[page] == 0, f"free page {page} has {self._refs[page]} holders"
+            self._refs[page] = 1
+        return pages
+
+    def share(self, page: int) -> int:
+        """Hold a page that somebody holds already, and return it."""
+        assert self._refs[page] > 0, f"page {page} is free and cannot be shared"
+        self._refs[page] += 1
+        return page
+
+    def release(self, page: int) -> None:
+        """Let go of a page; the last holder frees it. Its rows are not cleared."""
+        assert self._refs[page] > 0, f"page {page} is released twice"
+        self._refs[page] -= 1
+        if self._refs[page] == 0:
+            self._free.append(page)
+
+    def copy(self, src: int) -> int:
+        """Take a page and copy all rows of `src` into it: what a holder does before it writes.
+
+        Raises:
+            OutOfPages: Nothing is taken then.
+        """
+        self.share(src)  # or taking the copy could reclaim the original
+        try:
+            (page,) = self.take()
+        finally:
+            self.release(src)
+        self.copy_into(src, page)
+        return page
+
+    def copy_into(self, src: int, dst: int) -> None:
+        """Copy all rows of a page, in all layers, into a page that one holder has."""
+        assert self._refs[dst] == 1, f"page {dst} has {self._refs[dst]} holders, is not to write"
+        copy_page(self.data, self.scales, src, dst)
+
+    def image(self, page: int, num_tokens: int) -> bytes:
+        """The first rows of a page as stored on disk: [L, 2, HK, num_tokens, D], little-endian."""
+        return self._staging.read(self._rows(page, num_tokens))
+
+    def load(self, page: int, payload: bytes | memoryview, num_tokens: int) -> None:
+        """Write an image into a page that one holder has. Rows behind it are left as they are.
+
+        Raises:
+            ValueError: `payload` is not of the size of that many rows. Nothing is written.
+        """
+        rows = self._rows(page, num_tokens)
+        if len(payload) != rows.numel():
+            raise ValueError(
+                f"{len(payload)} bytes for {num_tokens} tokens "
+                f"of {rows.numel() // num_tokens} bytes."
+            )
+        assert self._refs[page] == 1, f"page {page} has {self._refs[page]} holders, is not to write"
+        self._staging.write(payload, rows)
+
+    def _rows(self, page: int, num_tokens: int) -> Tensor:
+        """A view of the first rows of a page as bytes: [L, 2, HK, num_tokens, D * itemsize]."""
+        if not 1 <= num_tokens <= self.page_size:
+            raise ValueError(f"{num_tokens} tokens in a page of {self.page_size}.")
+        assert self._refs[page] > 0, f"page {page} is free"
+        return self.data.view(torch.uint8)[:, page, :, :, :num_tokens]
+
+
+def _no_room(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> ModelError:
+    needed = dtype.itemsize
+    for size in shape:
+        needed *= size
+    free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else 0
+    tokens = shape[1] * shape[4]
+    return ModelError(
+        f"The page pool of {tokens} tokens needs {needed / 2**30:.1f} GiB on {device}, "
+        f"but {free / 2**30:.1f} GiB are free.",
+        hint="Use a shorter context or a smaller pool.",
+    )

@@ -1,0 +1,137 @@
+"""Pages go to disk behind the decode loop. The loop never waits for the disk.
+
+Knows the store's protocol and a queue; no tensor, no sequence. A failure turns saving off for this
+run: the pages are a cache, so nothing is lost but the time to compute them again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+from chatkv.errors import ChatKVError
+from chatkv.kv.store import PageImage, PageStore, Snapshot
+
+BATCH = 8
+"""Pages in one commit."""
+
+
+class PageSaver:
+    """A writer thread with a bounded queue.
+
+    Args:
+        store: Where pages go. Only this thread writes to it.
+        queue_bytes: Bytes that may wait. When they are reached the *newest* page is skipped, so
+            that what is stored stays a prefix; the sweep at the end of the turn offers it again.
+    """
+
+    def __init__(self, store: PageStore, *, queue_bytes: int = 64 << 20) -> None:
+        self.store = store
+        self.queue_bytes = queue_bytes
+        self.notice = ""
+        """Why saving is off, in one sentence; empty while it is on."""
+        self.skipped = 0
+        self._queue: deque[PageImage | Snapshot | Callable[[], None]] = deque()
+        self._queued_bytes = 0
+        self._busy = False
+        self._closed = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="page-saver", daemon=True)
+        self._thread.start()
+
+    @property
+    def on(self) -> bool:
+        """Whether what is offered is still stored."""
+        return not self.notice and not self._closed
+
+    def put(self, image: PageImage) -> bool:
+        """Queue a page; False if it was skipped. Never blocks."""
+        with self._wake:
+            if not self.on:
+                return False
+            if self._queued_bytes + len(image.payload) > self.queue_bytes:
+                self.skipped += 1
+                return False
+            self._queue.append(image)
+            self._queued_bytes += len(image.payload)
+            self._wake.notify()
+        return True
+
+    def after_pages(self, work: Snapshot | Callable[[], None]) -> None:
+        """Queue a snapshot, or a small job on the store, behind the pages put so far."""
+        with self._wake:
+            if self.on:
+                self._queue.append(work)
+                self._wake.notify()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the queue is empty; False if it was not in time."""
+        deadline = monotonic() + timeout_s
+        with self._wake:
+            while self._queue or self._busy:
+                left = deadline - monotonic()
+                if left <= 0 or not self._thread.is_alive():
+                    return False
+                self._wake.wait(left)
+        return True
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Store what waits, for at most `timeout_s`, and end the thread."""
+        self.flush(timeout_s)
+        with self._wake:
+            self._closed = True
+            self._queue.clear()
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    return
+                work = self._next()
+                self._busy = True
+            try:
+                self._do(work)
+            except ChatKVError as error:
+                self._turn_off(error.message)
+            except Exception as error:  # noqa: BLE001 - a dead writer must be seen, not silent
+                self._turn_off(f"{type(error).__name__}: {error}")
+            finally:
+                with self._wake:
+                    self._busy = False
+                    self._wake.notify_all()
+
+    def _next(self) -> list[PageImage] | Snapshot | Callable[[], None]:
+        """The next batch of pages, or the one other job at the head of the queue."""
+        pages: list[PageImage] = []
+        while self._queue and len(pages) < BATCH:
+            head = self._queue[0]
+            if not isinstance(head, PageImage):
+                break
+            pages.append(head)
+            self._queue.popleft()
+            self._queued_bytes -= len(head.payload)
+        if pages:
+            return pages
+        work = self._queue.popleft()
+        assert not isinstance(work, PageImage)
+        return work
+
+    def _do(self, work: list[PageImage] | Snapshot | Callable[[], None]) -> None:
+        if isinstance(work, Snapshot):
+            self.store.save_snapshot(work)
+        elif callable(work):
+            work()
+        else:
+            self.store.write(work)
+
+    def _turn_off(self, reason: str) -> None:
+        with self._wake:
+            self.notice = f"Pages are not saved any more: {reason}"
+            self._queue.clear()
+            self._queued_bytes = 0

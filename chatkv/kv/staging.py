@@ -1,0 +1,56 @@
+"""Bytes between host memory and the device that holds the pages. Knows no page and no sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BUFFERS = 4
+"""Page images on their way to the device at once."""
+
+
+class Staging:
+    """The way to and from one device: plain copies on a CPU, pinned buffers for a CUDA device.
+
+    Copies to the device are ordered with the work of the current stream; nobody waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._next = 0
+
+    def read(self, rows: Tensor) -> bytes:
+        """The bytes of a uint8 view, in order."""
+        if self.device.type == "cpu":
+            return rows.numpy().tobytes()
+        buffer, done = self._buffer(rows.numel())
+        buffer.copy_(rows.contiguous().view(-1), non_blocking=True)
+        done.record()
+        done.synchronize()
+        return buffer.numpy().tobytes()
+
+    def write(self, payload: bytes | memoryview, rows: Tensor) -> None:
+        """Put as many bytes as `rows`, a uint8 view, holds into it."""
+        source = np.frombuffer(payload, dtype=np.uint8)
+        if self.device.type == "cpu":
+            rows.numpy()[...] = source.reshape(rows.shape)
+            return
+        buffer, done = self._buffer(source.size)
+        buffer.numpy()[...] = source
+        rows.copy_(buffer.to(self.device, non_blocking=True).view(rows.shape))
+        done.record()
+
+    def _buffer(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Pinned bytes that no copy is using any more, and the event to record behind the next."""
+        place, self._next = self._next, (self._next + 1) % BUFFERS
+        if place == len(self._buffers):
+            room = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._buffers.append((room, torch.cuda.Event()))
+        room, done = self._buffers[place]
+        done.synchronize()
+        if room.numel() < size:
+            room = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._buffers[place] = (room, done)
+        return room[:size], done
