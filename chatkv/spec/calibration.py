@@ -1,0 +1,49 @@
+"""How often guesses turn out right. Knows sources, depths and bins; no tokens, no time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from chatkv.spec.stats import Outcome
+from chatkv.spec.tree import DraftTree
+
+PRIOR_HITS, PRIOR_TRIALS = 1.0, 3.0
+"""Beta(1, 2): a source nobody has seen is right once in three."""
+KEEP = 0.5 ** (1 / 300)
+"""Half-life of 300 trials: what worked a page ago counts, what worked yesterday fades."""
+DEEPEST = 8
+"""Depths beyond this share one row."""
+
+
+class Calibration:
+    """Hits and trials by (source, depth, bin, greedy or not), fading."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int, int, bool], tuple[float, float]] = {}
+
+    def rate(self, source: str, depth: int, score: int, greedy: bool) -> float:
+        """Chance that such a guess is right, given that its parent is."""
+        key = (source, min(depth, DEEPEST), score, greedy)
+        hits, tried = self._counts.get(key, (0.0, 0.0))
+        return (hits + PRIOR_HITS) / (tried + PRIOR_TRIALS)
+
+    def learn(self, outcomes: Iterable[Outcome], greedy: bool) -> None:
+        """Count what `stats.trials` found."""
+        for source, depth, score, right in outcomes:
+            key = (source, min(depth, DEEPEST), score, greedy)
+            hits, tried = self._counts.get(key, (0.0, 0.0))
+            self._counts[key] = (hits * KEEP + right, tried * KEEP + 1)
+
+    def chances(self, tree: DraftTree, greedy: bool) -> list[float]:
+        """[R] chance of each path from experience: of several sources, the most trusted counts."""
+        chance = [1.0]
+        parents: list[int] = tree.parents.tolist()
+        bins: list[list[int]] = tree.bins.tolist()
+        sources, depths = tree.sources, tree.depths
+        for row in range(1, len(parents)):
+            best = 0.0
+            for source, score in zip(sources, bins[row], strict=True):
+                if score:
+                    best = max(best, self.rate(source, depths[row], score, greedy))
+            chance.append(chance[parents[row]] * best)
+        return chance

@@ -1,0 +1,264 @@
+"""How many guesses are worth their time. Knows trees, costs, hit rates; cannot change the text.
+
+Arithmetic, not learning: chances come from counting, costs from the clock of this machine. The
+largest expected rate of tokens wins, and plain decoding must be beaten clearly.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from chatkv.spec.calibration import Calibration
+from chatkv.spec.costs import CostTable
+from chatkv.spec.guard import WallClockGuard
+from chatkv.spec.plan import Kind, Plan, Shape
+from chatkv.spec.stats import DraftStats, StepRecord, follow
+from chatkv.spec.tree import MAX_ROWS, DraftTree
+from chatkv.spec.verify import Accepted
+
+BAR = 1.03
+"""Predicted rate over plain from which drafting is worth it."""
+PLAIN_STREAK = 3
+"""Plain decisions in a row that make the plain state."""
+FIRST_PROBE, LAST_PROBE = 16, 512
+"""Tokens in the plain state until the next probe; doubles each time."""
+PROBE_SHARE = 0.005
+"""Share of all time that probes may lose."""
+CHEAP_SHARE = 0.01
+"""A draft below this share of a plain step is looked at in the plain state too."""
+WINDOW = 256
+"""Steps that `explain` speaks about."""
+
+
+class Controller:
+    """Decides, step by step, between plain decoding and a tree of some size.
+
+    Each step: `plan`, ask the drafters, `prune`, run the trees, `observe`.
+
+    Args:
+        costs: Rows -> milliseconds of a forward pass, measured at load.
+        mode: `auto`, `none`, `chain:N` or `tree:N`.
+        guard: The wall-clock guard. Off only where a test needs a pinned shape to stay.
+    """
+
+    def __init__(self, costs: Mapping[int, float], mode: str = "auto", *, guard: bool = True):
+        self.costs = CostTable(costs)
+        self.calibration = Calibration()
+        self.stats = DraftStats()
+        self.guard = WallClockGuard(strikes=guard)
+        self.mode = mode
+        self.shape = Shape.parse(mode)
+        self._plan: Plan | None = None
+        self._proposed: list[DraftTree] = []
+        self._followed: dict[int, tuple[DraftTree, int]] = {}
+        self._guessed_steps = 0
+        self._draft_ms: deque[float] = deque(maxlen=9)
+        self._streak, self._interval, self._waited = 0, FIRST_PROBE, 0
+        self._probing = False
+        self._probes_ms, self._all_ms = 0.0, 0.0
+        self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
+
+    def set_mode(self, mode: str) -> None:
+        """Change the mode; what was learnt stays, a resting guard is lifted."""
+        self.shape, self.mode = Shape.parse(mode), mode
+        self.guard.wake()
+        self._streak = self._waited = 0
+        self._interval = FIRST_PROBE
+
+    def plan(self, seq_ids: Sequence[int], greedy: Sequence[bool] | None = None) -> Plan:
+        """Whether to ask the drafters, and for how many rows."""
+        cool = tuple(greedy) if greedy is not None else (False,) * len(seq_ids)
+        self.guard.expect(len(seq_ids))
+        kind, rows, reason = self._decide(len(seq_ids))
+        self._plan = Plan(dict.fromkeys(seq_ids, rows), kind, cool, reason)
+        self._proposed, self._probing = [], False
+        return self._plan
+
+    def prune(self, trees: Sequence[DraftTree], plan: Plan) -> list[DraftTree]:
+        """The part of the proposed trees that is worth running: the root alone is plain."""
+        self._proposed = list(trees)
+        if plan.kind in ("plain", "control"):
+            return [tree.best(1) for tree in trees]
+        chances = [
+            self.calibration.chances(tree, greedy)
+            for tree, greedy in zip(trees, plan.greedy, strict=True)
+        ]
+        if self.shape.kind == "auto":
+            rows = self._fastest(chances, probe=plan.kind == "probe")
+            return [tree.subset(kept) for tree, kept in zip(trees, rows, strict=True)]
+        size = self.shape.guesses + 1
+        return [
+            tree.with_chance(chance).chain(size)
+            if self.shape.kind == "chain"
+            else tree.with_chance(chance).best(size)
+            for tree, chance in zip(trees, chances, strict=True)
+        ]
+
+    def observe(self, step: StepRecord, accepted: Sequence[Accepted]) -> None:
+        """Learn from a step. `accepted` is in the order of the plan, after `until`."""
+        plan = self._plan
+        if plan is None:
+            return
+        self._learn(plan, accepted)
+        self.stats.add(step)
+        self._recent.append(step)
+        self._all_ms += step.wall_ms
+        self.costs.observe(step.rows, step.verify_ms, plain=not step.drafted)
+        if plan.asks:
+            self._draft_ms.append(step.draft_ms)
+        self.guard.observe(step)
+        self._update_plain_state(step, plan)
+
+    def explain(self) -> str:
+        """One sentence for the status line: what drafting does now, and why."""
+        if self.shape.kind == "none":
+            return "Drafting is off."
+        recent = DraftStats()
+        for step in self._recent:
+            recent.add(step)
+        if not recent.steps:
+            return f"Drafting is on ({self.mode}); nothing has been measured yet."
+        if self.guard.rest_tokens:
+            return (
+                f"Plain for {self.guard.rest_tokens} more tokens: drafted steps ran at "
+                f"{self.guard.measured or 0:.2f}x the plain rate."
+            )
+        share = recent.plain_steps / recent.steps
+        if not self._guessed_steps:
+            return f"Plain: no guess came up in {self.stats.tokens} tokens."
+        if share > 0.95:
+            return f"Plain in {share:.0%} of the steps: guesses are not worth their time here."
+        faster = f", {recent.speedup:.2f}x the plain rate" if recent.speedup else ""
+        drafted = recent.steps - recent.plain_steps
+        gained = (recent.tokens - recent.plain_tokens) / drafted
+        return (
+            f"Drafting ({self.mode}): {gained:.2f} tokens a drafted step{faster}; "
+            f"plain in {share:.0%} of the steps."
+        )
+
+    def _decide(self, sequences: int) -> tuple[Kind, int, str]:
+        if self.shape.kind == "none":
+            return "plain", 1, "drafting is off"
+        if self.guard.rest_tokens:
+            return "plain", 1, "drafted steps were slower than plain ones"
+        if self.guard.wants_control:
+            return "control", 1, "a plain step now and then, to know what it costs"
+        if self.shape.kind != "auto":
+            rows = MAX_ROWS if self.shape.kind == "tree" else self.shape.guesses + 1
+            return "draft", min(rows, MAX_ROWS), f"the shape is pinned to {self.mode}"
+        room = self.costs.sizes[-1] - sequences + 1
+        if room < 2:
+            return "plain", 1, f"{sequences} sequences fill the largest step"
+        rows = min(room, MAX_ROWS)
+        if self._streak < PLAIN_STREAK:
+            return "draft", rows, "guesses are checked when they are worth their time"
+        if self._waited >= self._interval:
+            return "probe", rows, "a try after a while of plain steps"
+        if self._is_cheap(sequences):
+            return "draft", rows, "no guess is worth its time"
+        return "plain", 1, "no guess is worth its time"
+
+    def _is_cheap(self, sequences: int) -> bool:
+        plain = self.costs.ms(sequences)
+        return plain is not None and self._draft_cost() <= CHEAP_SHARE * plain
+
+    def _draft_cost(self) -> float:
+        return median(self._draft_ms) if self._draft_ms else 0.0
+
+    def _fastest(self, trees: list[list[float]], *, probe: bool) -> list[list[int]]:
+        """Rows of each tree that give the best expected rate, if it beats plain; else a probe.
+
+        Args:
+            trees: Chances of the rows of each tree.
+        """
+        sequences = len(trees)
+        guesses = sorted(
+            (-chance, place, row)
+            for place, chances in enumerate(trees)
+            for row, chance in enumerate(chances)
+            if row
+        )
+        kept = [[0] for _ in trees]
+        plain_ms = self.costs.ms(sequences)
+        if not guesses or plain_ms is None:
+            return kept
+        chances = [-chance for chance, _, _ in guesses]
+        count = self._best_count(chances, sequences, BAR * sequences / plain_ms, float("inf"))
+        if not count and probe:
+            affordable = plain_ms + PROBE_SHARE * self._all_ms - self._probes_ms
+            count = self._best_count(chances, sequences, 0.0, affordable)
+            self._probing = count > 0
+        for _, place, row in guesses[:count]:
+            kept[place].append(row)
+        return [sorted(rows) for rows in kept]
+
+    def _best_count(self, chances: list[float], sequences: int, bar: float, limit_ms: float) -> int:
+        """How many guesses, most probable first, give the best rate above `bar`; 0 for none.
+
+        Chances never rise along a path, so the first k of them are the best k guesses.
+        """
+        draft_ms = self._draft_cost()
+        best, count = bar, 0
+        for size in self.costs.sizes:
+            some = chances[: max(0, size - sequences)]
+            ms = self.costs.ms(sequences + len(some))
+            if not some or ms is None or ms > limit_ms:
+                continue
+            rate = (sequences + sum(some)) / (ms + draft_ms)
+            if rate > best:
+                best, count = rate, len(some)
+        return count
+
+    def _update_plain_state(self, step: StepRecord, plan: Plan) -> None:
+        """Three plain decisions in a row make the plain state; one good draft leaves it."""
+        if plan.kind == "control" or self.shape.kind != "auto":
+            return
+        if not step.drafted:
+            self._streak += 1
+            if self._streak > PLAIN_STREAK:
+                self._waited += step.tokens
+            if plan.kind == "probe" and not self._is_cheap(step.sequences):
+                self._next_probe(step.draft_ms)
+            return
+        if not self._probing:
+            self._streak = self._waited = 0
+            return
+        plain_ms = self.guard.plain_ms(self.costs.ms(step.sequences) or float("inf"))
+        lost_ms = step.wall_ms - step.tokens / step.sequences * plain_ms
+        if step.wall_ms * BAR <= step.tokens / step.sequences * plain_ms:
+            self._streak, self._interval, self._waited = 0, FIRST_PROBE, 0
+        else:
+            self._next_probe(max(lost_ms, 0.0))
+
+    def _learn(self, plan: Plan, accepted: Sequence[Accepted]) -> None:
+        """Whole proposals teach, run or not: the model chooses its tokens in any case.
+
+        One proposal a sequence is followed through later steps, so that depths which were never
+        worth a row become known too.
+        """
+        going: dict[int, tuple[DraftTree, int]] = {}
+        proposed = self._proposed or [None] * len(accepted)
+        for seq_id, tree, gained, greedy in zip(
+            plan.rows, proposed, accepted, plan.greedy, strict=True
+        ):
+            followed = self._followed.get(seq_id)
+            row: int | None = None
+            if followed is not None:
+                outcomes, row = follow(*followed, gained.tokens)
+                self.calibration.learn(outcomes, greedy)
+                if row is not None:
+                    going[seq_id] = (followed[0], row)
+            if tree is not None and len(tree) > 1:
+                outcomes, reached = follow(tree, 0, gained.tokens)
+                self.calibration.learn(outcomes, greedy)
+                self._guessed_steps += 1
+                if row is None and reached is not None:
+                    going[seq_id] = (tree, reached)
+        self._followed = going
+
+    def _next_probe(self, lost_ms: float) -> None:
+        self._probes_ms += lost_ms
+        self._interval = min(2 * self._interval, LAST_PROBE)
+        self._waited = 0

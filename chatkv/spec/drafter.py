@@ -1,0 +1,152 @@
+"""What a drafter is, and the guard around those that run. Knows ids and trees; no model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from chatkv.sampling import Sampler
+from chatkv.spec.tree import DraftTree, sanitize
+from chatkv.spec.verify import Accepted
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter may look at for one sequence."""
+
+    seq_id: int
+    tokens: Sequence[int]
+    """All ids so far, user text included; read only. The last one is the root."""
+    sampler: Sampler
+    """Settings and noise: a drafter with a distribution ranks by score, not by logit."""
+
+
+class Drafter(Protocol):
+    """Guesses what comes next. It may be wrong; it can never change the text."""
+
+    name: str
+
+    def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """A sequence is new, resumed, forked or changed: these are its ids now."""
+        ...
+
+    def propose(
+        self, contexts: Sequence[DraftContext], max_rows: Sequence[int]
+    ) -> Sequence[DraftTree]:
+        """One tree for each context, root included in its `max_rows`."""
+        ...
+
+    def observe(self, seq_id: int, accepted: Accepted) -> None:
+        """What the step gained, after every step, plain ones included."""
+        ...
+
+    def drop(self, seq_id: int) -> None:
+        """The sequence is gone."""
+        ...
+
+
+class GuardedDrafters:
+    """Several drafters as one that never raises and returns only trees that are safe to run.
+
+    A drafter that raises or returns nonsense is switched off for the conversations of that call
+    and named once in `failures` and in the log; the step goes on without it.
+
+    Args:
+        drafters: Asked in this order; their trees are merged.
+        vocab_size: Ids from here on are never guessed.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], *, vocab_size: int) -> None:
+        self.drafters = tuple(drafters)
+        self.vocab_size = vocab_size
+        self.failures: list[str] = []
+        self._off: set[tuple[str, int]] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the drafters, failed ones included."""
+        return tuple(drafter.name for drafter in self.drafters)
+
+    def is_off(self, name: str, seq_id: int) -> bool:
+        """Whether this drafter failed in this conversation."""
+        return (name, seq_id) in self._off
+
+    def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Tell all drafters; a changed sequence gives a failed one no second chance."""
+        for drafter in self._running([seq_id]):
+            self._try(drafter, [seq_id], lambda d=drafter: d.follow(seq_id, tokens))
+
+    def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
+        """One tree for each context: the root alone where nobody has a guess."""
+        found: list[list[DraftTree]] = [[] for _ in contexts]
+        for drafter in self.drafters:
+            asked = [
+                place
+                for place, context in enumerate(contexts)
+                if not self.is_off(drafter.name, context.seq_id)
+            ]
+            if not asked:
+                continue
+
+            def ask(drafter: Drafter = drafter, asked: list[int] = asked) -> list[DraftTree]:
+                some = [contexts[place] for place in asked]
+                limits = [max_rows[place] for place in asked]
+                trees = drafter.propose(some, limits)
+                return [
+                    sanitize(
+                        tree,
+                        root=int(context.tokens[-1]),
+                        vocab_size=self.vocab_size,
+                        max_rows=limit,
+                    )
+                    for tree, context, limit in zip(trees, some, limits, strict=True)
+                ]
+
+            trees = self._try(drafter, [contexts[place].seq_id for place in asked], ask)
+            for place, tree in zip(asked, trees or (), strict=False):
+                if len(tree) > 1:
+                    found[place].append(tree)
+        return [
+            self._merged(trees, int(context.tokens[-1]), limit)
+            for trees, context, limit in zip(found, contexts, max_rows, strict=True)
+        ]
+
+    def observe(self, seq_id: int, accepted: Accepted) -> None:
+        """Tell all drafters what the step gained."""
+        for drafter in self._running([seq_id]):
+            self._try(drafter, [seq_id], lambda d=drafter: d.observe(seq_id, accepted))
+
+    def drop(self, seq_id: int) -> None:
+        """Forget the sequence, failures included."""
+        for drafter in self.drafters:
+            self._try(drafter, [seq_id], lambda d=drafter: d.drop(seq_id))
+        self._off = {(name, other) for name, other in self._off if other != seq_id}
+
+    def _running(self, seq_ids: Sequence[int]) -> list[Drafter]:
+        return [
+            drafter
+            for drafter in self.drafters
+            if not any(self.is_off(drafter.name, seq_id) for seq_id in seq_ids)
+        ]
+
+    def _try(self, drafter: Drafter, seq_ids: Sequence[int], call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Exception as error:  # a drafter only guesses: no bug of it may stop a reply
+            self._off.update((drafter.name, seq_id) for seq_id in seq_ids)
+            message = f"{drafter.name} is off for this conversation: {error}"
+            self.failures.append(message)
+            logger.warning(message, exc_info=error)
+            return None
+
+    @staticmethod
+    def _merged(trees: list[DraftTree], root: int, max_rows: int) -> DraftTree:
+        if not trees:
+            return DraftTree.root(root)
+        return trees[0] if len(trees) == 1 else DraftTree.merge(trees).best(max_rows)

@@ -1,0 +1,89 @@
+"""Drafters and controller as the engine uses them: trees before a step, learning after it.
+
+Knows sequences and guesses; no model, no pages. It may cost time; it cannot change the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+from chatkv.sequence import Sequence
+from chatkv.spec.control import Controller, Plan
+from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.stats import DraftStats, StepRecord
+from chatkv.spec.tree import DraftTree
+from chatkv.spec.verify import Accepted
+
+
+class Drafting:
+    """Guesses for all sequences of one engine.
+
+    Args:
+        drafters: Behind their guard.
+        costs: Rows -> milliseconds of a forward pass on this machine.
+        mode: `auto`, `none`, `chain:N` or `tree:N`.
+        guard: Whether slow drafting switches itself off; `verify` pins its shapes instead.
+    """
+
+    def __init__(
+        self,
+        drafters: GuardedDrafters,
+        costs: Mapping[int, float],
+        mode: str,
+        *,
+        guard: bool = True,
+    ) -> None:
+        self.drafters = drafters
+        self.controller = Controller(costs, mode, guard=guard)
+        self._stats: dict[int, DraftStats] = {}
+        self._plan: Plan | None = None
+
+    def set_mode(self, mode: str) -> None:
+        """Change the mode, if it is another. Raises ConfigError."""
+        if mode != self.controller.mode:
+            self.controller.set_mode(mode)
+
+    def follow(self, seq: Sequence) -> None:
+        """A sequence has its prompt in place and its first token chosen."""
+        self._stats[seq.id] = DraftStats()
+        self.drafters.follow(seq.id, seq.tokens)
+
+    def propose(self, seqs: Seq[Sequence]) -> list[DraftTree]:
+        """The trees to run, one a sequence; the root alone is a plain step."""
+        plan = self._plan = self.controller.plan(
+            [seq.id for seq in seqs], [seq.sampler.params.temperature == 0 for seq in seqs]
+        )
+        if not plan.asks:
+            return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
+        contexts = [DraftContext(seq.id, seq.tokens, seq.sampler) for seq in seqs]
+        trees = self.drafters.propose(contexts, [plan.rows[seq.id] for seq in seqs])
+        return [
+            _cut(tree, seq)
+            for tree, seq in zip(self.controller.prune(trees, plan), seqs, strict=True)
+        ]
+
+    def observe(self, seqs: Seq[Sequence], step: StepRecord, accepted: Seq[Accepted]) -> None:
+        """Learn from a step that ran the trees proposed last."""
+        for seq, gained in zip(seqs, accepted, strict=True):
+            self.drafters.observe(seq.id, gained)
+        if len(seqs) == 1:
+            self._stats[seqs[0].id].add(step)
+        self.controller.observe(step, accepted)
+
+    def drop(self, seq: Sequence) -> DraftStats:
+        """Forget a sequence; what drafting did for it comes back."""
+        self.drafters.drop(seq.id)
+        return self._stats.pop(seq.id, DraftStats())
+
+    def explain(self) -> str:
+        """One sentence: what drafting does now, and why."""
+        return self.controller.explain()
+
+
+def _cut(tree: DraftTree, seq: Sequence) -> DraftTree:
+    """Without rows that the end of the reply or of the context makes useless."""
+    left = min(seq.max_tokens - seq.num_generated, seq.context_limit - len(seq.tokens)) - 1
+    if max(tree.depths) <= left:
+        return tree
+    return tree.subset([row for row, depth in enumerate(tree.depths) if depth <= left])

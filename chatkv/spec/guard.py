@@ -1,0 +1,83 @@
+"""The wall-clock guard: drafted steps against plain ones. Blind to chances and cost tables."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from chatkv.spec.stats import StepRecord
+
+GUARD_BAR = 1.02
+"""Measured rate over plain below which drafting stops."""
+GUARD_TOKENS = 128
+"""Drafted tokens between two looks."""
+REST_TOKENS = 512
+"""Plain tokens after the guard has struck; twice as many each time in a row."""
+LONGEST_REST = 4
+"""Doublings of the rest."""
+CONTROL_STEPS = 64
+"""One step in so many is plain, to know what plain costs now."""
+
+
+class WallClockGuard:
+    """Sends drafting to rest when it did not pay by the clock.
+
+    Args:
+        strikes: False only measures: for tests that pin a shape.
+    """
+
+    def __init__(self, *, strikes: bool = True) -> None:
+        self.strikes = strikes
+        self.rest_tokens = 0
+        """Tokens still to be plain."""
+        self.measured: float | None = None
+        """Drafted rate over plain rate when last looked at."""
+        self._in_a_row = 0
+        self._plain_ms: deque[float] = deque(maxlen=9)
+        self._since_control = CONTROL_STEPS
+        self._sequences = 1
+        self._tokens, self._ms = 0, 0.0
+
+    @property
+    def wants_control(self) -> bool:
+        """Whether the next step should be plain, to keep the comparison fresh."""
+        return self.strikes and self._since_control >= CONTROL_STEPS
+
+    def plain_ms(self, default: float) -> float:
+        """What a plain step takes now; `default` where none was measured."""
+        return median(self._plain_ms) if self._plain_ms else default
+
+    def expect(self, sequences: int) -> None:
+        """The next step has so many sequences: steps of another number do not compare."""
+        if sequences != self._sequences:
+            self._sequences = sequences
+            self._plain_ms.clear()
+            self._since_control = CONTROL_STEPS
+            self._tokens, self._ms = 0, 0.0
+
+    def wake(self) -> None:
+        """End a rest."""
+        self.rest_tokens = 0
+
+    def observe(self, step: StepRecord) -> None:
+        """Measure a step, and look at the sums once enough tokens were drafted."""
+        self.rest_tokens = max(0, self.rest_tokens - step.tokens)
+        self._since_control += 1
+        if not step.drafted:
+            self._plain_ms.append(step.wall_ms - step.draft_ms)
+            self._since_control = 0
+            return
+        self._tokens += step.tokens
+        self._ms += step.wall_ms
+        if self._tokens >= GUARD_TOKENS and self._plain_ms and self._ms > 0:
+            self._look()
+
+    def _look(self) -> None:
+        plain_rate = self._sequences / median(self._plain_ms)
+        self.measured = self._tokens / self._ms / plain_rate
+        self._tokens, self._ms = 0, 0.0
+        if self.measured >= GUARD_BAR:
+            self._in_a_row = 0
+        elif self.strikes:
+            self.rest_tokens = REST_TOKENS << min(self._in_a_row, LONGEST_REST)
+            self._in_a_row += 1
