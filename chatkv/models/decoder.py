@@ -1,0 +1,262 @@
+"""The model: token ids in, float32 logits out, keys and values into pages.
+
+Knows the Llama family's forward pass on a CPU. Knows no sequence, no sampling and no text.
+
+Two ways through it. `step` takes up to 64 rows of any sequences and trees: a row's logits and K/V
+have the bits of plain decoding, whatever rows are beside it. `prefill` takes a chunk of a prompt:
+faster attention, other last bits, but the same for the same chunk start and ids. The linear layers
+are the same kernels in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from chatkv.attention.cpu import CpuBackend
+from chatkv.attention.jit import set_threads
+from chatkv.kv.pool import PagePool
+from chatkv.models import block, weights
+from chatkv.models.catalog import ModelFile
+from chatkv.models.layers import rotary_tables
+from chatkv.models.linear import NUMERICS, describe
+from chatkv.models.model import ForwardBatch
+from chatkv.models.spec import ModelSpec
+from chatkv.models.weights import Weights
+from chatkv.tokenizer import Tokenizer
+
+__all__ = ["Decoder", "ForwardBatch", "ModelSpec"]
+
+Progress = Callable[[str, int, int], None]
+
+
+class Decoder:
+    """A loaded model with its tokenizer and attention backend. One thread uses it at a time."""
+
+    max_step_rows = 64
+    chunk_tokens = 128
+    """Rows of a prompt chunk. Part of the bits."""
+    page_size = 16
+
+    def __init__(self, model: Weights, tokenizer: Tokenizer, *, threads: int | None = None) -> None:
+        self.threads = threads or torch.get_num_threads()
+        set_threads(self.threads)
+        spec = replace(model.spec, numerics=NUMERICS)
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.backend = CpuBackend(self.threads)
+        self._weights = model
+        self._table = np.array(
+            [[describe(layer[part]) for part in block.PARTS] for layer in model.layers], np.int64
+        )
+        self._vocabulary = np.array(describe(model.vocabulary), np.int64)
+        self._head = np.array(describe(model.head), np.int64)
+        self._norms = np.ascontiguousarray(model.norms)
+        self._eps = np.float32(spec.norm_eps)
+        self._rotary = rotary_tables(spec.head_dim, spec.rope_theta, spec.rope_factors, 0, 1024)
+        rows = max(self.max_step_rows, self.chunk_tokens)
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        # Cleared once: prefill pads queries with what an earlier call left, which must be finite.
+        self._hidden = np.zeros((rows, spec.hidden_size), np.float32)
+        self._qkv = np.zeros((rows, (heads + 2 * kv_heads) * dim), np.float32)
+        self._q = np.zeros((rows, heads, dim), np.uint16)
+        self._attended = np.zeros((rows, heads, dim), np.uint16)
+        self._pairs = np.zeros((rows, 2 * spec.intermediate_size), np.float32)
+        self._normed = _rows(rows, spec.hidden_size)
+        self._joined = _rows(rows, heads * dim)
+        self._acts = _rows(rows, spec.intermediate_size)
+        self._room = np.empty((0, spec.vocab_size), np.float32)
+
+    @classmethod
+    def load(
+        cls, file: ModelFile, *, threads: int | None = None, progress: Progress | None = None
+    ) -> Decoder:
+        """Read a model file, converted on first use.
+
+        Args:
+            threads: CPU threads; None is every core this process may use.
+            progress: Called with (what, done, total).
+
+        Raises:
+            BadWeights: The file cannot be used; says why.
+        """
+        model = weights.load(file, progress)
+        tokenizer = Tokenizer.from_file(model.folder / "tokenizer.json")
+        return cls(model, tokenizer, threads=threads)
+
+    @property
+    def backend_name(self) -> str:
+        """Attention backend, mode and numerics version, and those of the linear layers."""
+        backend = self.backend
+        return f"{backend.name}/{backend.mode}/{backend.numerics}/{self.spec.numerics}"
+
+    def identity(self, page_tokens: int) -> dict[str, object]:
+        """Everything that changes the bits of a page, for the fingerprint."""
+        about = self.spec.identity(page_tokens, self.backend_name)
+        return {**about, "chunk": self.chunk_tokens}
+
+    def new_pool(self, num_tokens: int) -> PagePool:
+        """A pool for at least so many tokens of this model."""
+        spec = self.spec
+        return PagePool(
+            num_pages=-(-num_tokens // self.page_size),
+            page_size=self.page_size,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+        )
+
+    def chunk(self, offset: int) -> tuple[int, int]:
+        """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
+        return offset // self.chunk_tokens * self.chunk_tokens, self.chunk_tokens
+
+    def step(self, batch: ForwardBatch, pool: PagePool) -> np.ndarray:
+        """Run new rows through the model and store their keys and values.
+
+        Returns:
+            logits [wanted rows, V] float32, good until the next call.
+
+        Raises:
+            ValueError: More rows than `max_step_rows`, or arrays of other lengths.
+        """
+        rows = len(batch.tokens)
+        if not 1 <= rows <= self.max_step_rows:
+            raise ValueError(f"A step of {rows} rows; 1 to {self.max_step_rows} can be run.")
+        if len(batch.positions) != rows or len(batch.slots) != rows or batch.call.num_rows != rows:
+            raise ValueError(f"{rows} tokens, but other numbers of positions, slots or call rows.")
+        spec = self.spec
+        pages = pool.data.view(torch.uint16).numpy()
+        plan = self.backend.plan(
+            batch.call, spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size
+        )
+        self._start(batch.tokens)
+        cos, sin = self._angles(batch.positions)
+        slots = np.ascontiguousarray(batch.slots, np.int64)
+        q, attended = self._q[:rows], self._attended[:rows]
+        for layer in range(spec.num_layers):
+            self._before(layer, rows, cos, sin, slots, q, pages[layer])
+            self.backend.attend_rows(plan, q, pages[layer], attended)
+            self._after(layer, rows, attended)
+        picked = np.arange(rows) if batch.logit_rows is None else batch.logit_rows
+        return self._logits(picked)
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        known: int,
+        slots: np.ndarray,
+        entries: np.ndarray,
+        pool: PagePool,
+        *,
+        chunk_rows: int,
+        want_logits: bool,
+    ) -> np.ndarray | None:
+        """Run the given ids of one chunk behind `known` stored slots.
+
+        Args:
+            tokens: The new ids; with what is known of the chunk at most `chunk_rows`.
+            start: Slot and position of the chunk's first row.
+            known: Slot and position of the first new id, `start` or more.
+            slots: [len(tokens)] int64, page * page_size + offset of each new id.
+            entries: int32 page ids of the sequence.
+            pool: Where keys and values are.
+            chunk_rows: Rows of the whole chunk, as `chunk` said: the shape, and so the bits.
+            want_logits: Whether the last id's logits are needed.
+
+        Returns:
+            logits [V] float32 of the last id, good until the next call, or None.
+        """
+        rows, first = len(tokens), known - start
+        stop = first + rows
+        if rows < 1 or first < 0 or stop > chunk_rows or len(slots) != rows:
+            raise ValueError(f"{rows} tokens at row {first} of a chunk of {chunk_rows} rows.")
+        if chunk_rows > len(self._q):
+            raise ValueError(f"A chunk of {chunk_rows} rows; {len(self._q)} can be run.")
+        pages = pool.data.view(torch.uint16).numpy()
+        positions = np.arange(known, known + rows)
+        self._start(np.array(tokens, np.int32))
+        cos, sin = self._angles(positions)
+        slots = np.ascontiguousarray(slots, np.int64)
+        queries = torch.from_numpy(self._q[:chunk_rows]).view(torch.bfloat16)
+        table = torch.from_numpy(np.ascontiguousarray(entries, np.int32))
+        page, offset = np.divmod(np.arange(start, known + rows), pool.page_size)
+        page = entries[page]
+        shape = (2, chunk_rows, self.spec.num_kv_heads, self.spec.head_dim)
+        own = np.zeros(shape, np.uint16)
+        keys, values = torch.from_numpy(own).view(torch.bfloat16)
+        for layer in range(self.spec.num_layers):
+            self._before(layer, rows, cos, sin, slots, self._q[first:stop], pages[layer])
+            own[:, :stop] = pages[layer][page, :, :, offset].swapaxes(0, 1)
+            out = self.backend.prefill(queries, keys, values, pool.data[layer], table, start, stop)
+            attended = out[first:stop].contiguous().view(torch.uint16).numpy()
+            self._after(layer, rows, attended)
+        return self._logits(np.array([rows - 1]))[0] if want_logits else None
+
+    def _start(self, tokens: np.ndarray) -> None:
+        if min(tokens) < 0 or max(tokens) >= self.spec.vocab_size:
+            raise ValueError(f"A token id is outside 0 to {self.spec.vocab_size - 1}.")
+        ids = np.ascontiguousarray(tokens, np.int32)
+        block.embed(self._weights.data, self._vocabulary, ids, self._hidden)
+
+    def _angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin [T, D / 2] of positions; the tables double when one lies behind them."""
+        known, needed = len(self._rotary[0]), int(max(positions)) + 1
+        if needed > known:
+            spec, stop = self.spec, max(needed, 2 * known)
+            more = rotary_tables(spec.head_dim, spec.rope_theta, spec.rope_factors, known, stop)
+            self._rotary = tuple(
+                np.concatenate(pair) for pair in zip(self._rotary, more, strict=True)
+            )
+        cos, sin = self._rotary
+        return cos[positions], sin[positions]
+
+    def _before(
+        self,
+        layer: int,
+        rows: int,
+        cos: np.ndarray,
+        sin: np.ndarray,
+        slots: np.ndarray,
+        q: np.ndarray,
+        pages: np.ndarray,
+    ) -> None:
+        block.before_attention(
+            layer, rows, self.threads, self._weights.data, self._table, self._norms, self._eps,
+            self._hidden, *self._normed, self._qkv, cos, sin, slots, q, pages,
+        )  # fmt: skip
+
+    def _after(self, layer: int, rows: int, attended: np.ndarray) -> None:
+        block.after_attention(
+            layer, rows, self.threads, self._weights.data, self._table, self._norms, self._eps,
+            self._hidden, *self._normed, attended.reshape(len(attended), -1), *self._joined,
+            self._pairs, *self._acts,
+        )  # fmt: skip
+
+    def _logits(self, picked: np.ndarray) -> np.ndarray:
+        """[len(picked), V] float32 of those rows of the residual stream."""
+        logits = self._logits_room(len(picked))
+        if len(picked):
+            block.head(
+                self.threads, self._weights.data, self._head, self._norms[-1], self._eps,
+                self._hidden, np.ascontiguousarray(picked, np.int64), *self._normed, logits,
+            )  # fmt: skip
+        return logits
+
+    def _logits_room(self, rows: int) -> np.ndarray:
+        # Kept between calls: fresh memory of this size costs a page fault every 4 KB.
+        if len(self._room) < rows:
+            self._room = np.empty((rows, self.spec.vocab_size), np.float32)
+        return self._room[:rows]
+
+
+def _rows(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Room for rows as float32, as codes, and for their scales."""
+    return (
+        np.zeros((rows, width), np.float32),
+        np.zeros((rows, width), np.int16),
+        np.zeros((rows, width // 32, 2), np.float32),
+    )

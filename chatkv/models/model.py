@@ -1,0 +1,108 @@
+"""What the engine asks of a model. Knows tokens, slots and logits; no weights and no kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from chatkv.attention.call import AttentionCall
+from chatkv.kv.pool import PagePool
+from chatkv.models.spec import ModelSpec
+from chatkv.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T new rows of N sequences, for one forward pass."""
+
+    tokens: npt.NDArray[np.int32]
+    """[T] ids. Rows of one sequence are adjacent, parents before children."""
+    positions: npt.NDArray[np.int32]
+    """[T] position of each row."""
+    slots: npt.NDArray[np.int64]
+    """[T] physical slot of each row, the same in all layers; -1 stores nothing."""
+    call: AttentionCall
+    logit_rows: npt.NDArray[np.int32] | None = None
+    """Rows whose logits are wanted, or None for all."""
+
+
+class BackendFacts(Protocol):
+    """What is shown of an attention backend."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def mode(self) -> str: ...
+
+
+class Model(Protocol):
+    """A decoder with paged K/V."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def backend(self) -> BackendFacts: ...
+    @property
+    def backend_name(self) -> str:
+        """Backend, mode and numerics version, as stored with a witness."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        ...
+
+    @property
+    def max_step_rows(self) -> int:
+        """Rows a step may have without any row's bits depending on the others."""
+        ...
+
+    def identity(self, page_tokens: int) -> dict[str, object]:
+        """Everything that changes the bits of a page, for the fingerprint."""
+        ...
+
+    def new_pool(self, num_tokens: int) -> PagePool:
+        """A pool for at least so many tokens of this model."""
+        ...
+
+    def chunk(self, offset: int) -> tuple[int, int]:
+        """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
+        ...
+
+    def step(self, batch: ForwardBatch, pool: PagePool) -> npt.NDArray[np.float32]:
+        """Run the rows, store their K/V; [wanted rows, V] float32 logits.
+
+        A row's bits depend on its own history alone. The array is the caller's until the next step.
+        """
+        ...
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        known: int,
+        slots: npt.NDArray[np.int64],
+        entries: npt.NDArray[np.int32],
+        pool: PagePool,
+        *,
+        chunk_rows: int,
+        want_logits: bool,
+    ) -> npt.NDArray[np.float32] | None:
+        """Run the given ids of one chunk behind `known` stored slots; [V] logits of the last one.
+
+        Args:
+            tokens: The new ids; with what is known of the chunk at most `chunk_rows`.
+            start: Slot and position of the chunk's first row.
+            known: Slot and position of the first new id, `start` or more.
+            slots: [len(tokens)] physical slots of the new ids.
+            entries: Page ids of the sequence.
+            chunk_rows: Rows of the whole chunk, as `chunk` said: the shape, and so the bits.
+            want_logits: Whether the last row's logits are needed.
+        """
+        ...

@@ -1,0 +1,57 @@
+"""What a model is, in numbers. Knows no file format and no tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Shape and numerics of a decoder of the Llama family."""
+
+    name: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_limit: int
+    """Tokens the model was trained for."""
+    rope_theta: float
+    norm_eps: float
+    eos_ids: tuple[int, ...]
+    weights_digest: str
+    """SHA-256 over the quantised content of all tensors, hex."""
+    rope_factors: tuple[float, ...] = ()
+    """Divisors of the rotary frequencies, [head_dim / 2]; empty when there are none."""
+    numerics: str = ""
+    """Name and version of the linear kernels and formats: a change is a change of bits."""
+
+    def identity(self, page_tokens: int, backend: str) -> dict[str, str | int | list[str]]:
+        """What a stored page depends on, for the fingerprint. Floats as hex strings.
+
+        Args:
+            page_tokens: Tokens a page holds.
+            backend: The attention backend with mode and numerics version.
+        """
+        return {
+            "architecture": self.architecture,
+            "weights": self.weights_digest,
+            "layers": self.num_layers,
+            "hidden": self.hidden_size,
+            "heads": self.num_heads,
+            "kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "norm_eps": float(self.norm_eps).hex(),
+            "rope": "half-split",
+            "rope_theta": float(self.rope_theta).hex(),
+            "rope_factors": [float(f).hex() for f in self.rope_factors],
+            "linear": self.numerics,
+            "pool_dtype": "bfloat16",
+            "page_tokens": page_tokens,
+            "layout": 1,
+            "backend": backend,
+        }
