@@ -1,0 +1,75 @@
+"""One forward pass from page tables and trees. Knows shapes; computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chatkv.attention.call import AttentionCall
+from chatkv.kv.table import PageTable
+from chatkv.models.model import ForwardBatch
+from chatkv.spec.tree import DraftTree
+
+Slots = npt.NDArray[np.int64]
+
+
+def tree_batch(tables: Seq[PageTable], trees: Seq[DraftTree], slots: Seq[Slots]) -> ForwardBatch:
+    """The rows of one tree a sequence, all their logits wanted.
+
+    Args:
+        tables: With a reservation open for the rows of each tree.
+        trees: Row 0 is the id right behind what the table holds.
+        slots: [R] physical slots of each reservation.
+    """
+    depths = [np.array(tree.depths, np.int32) for tree in trees]
+    chains = all(tree.depths[-1] == len(tree) - 1 for tree in trees)
+    return _batch(
+        tables,
+        np.concatenate([tree.tokens for tree in trees]),
+        np.concatenate([t.length + d for t, d in zip(tables, depths, strict=True)]),
+        slots,
+        ancestors=None if chains else np.concatenate([tree.ancestors() for tree in trees]),
+        logit_rows=None,
+    )
+
+
+def chain_batch(
+    table: PageTable, ids: Seq[int], slots: Slots, *, want_logits: bool
+) -> ForwardBatch:
+    """Ids right behind what the table holds, one after another; logits of the last or none."""
+    positions = table.length + np.arange(len(ids), dtype=np.int32)
+    rows = np.array([len(ids) - 1] if want_logits else [], np.int32)
+    tokens = np.array(ids, np.int32)
+    return _batch([table], tokens, positions, [slots], ancestors=None, logit_rows=rows)
+
+
+def _batch(
+    tables: Seq[PageTable],
+    tokens: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int32],
+    slots: Seq[Slots],
+    *,
+    ancestors: npt.NDArray[np.int64] | None,
+    logit_rows: npt.NDArray[np.int32] | None,
+) -> ForwardBatch:
+    entries = [table.entries() for table in tables]
+    page_table = np.zeros((len(tables), max(len(row) for row in entries)), np.int32)
+    for row, pages in zip(page_table, entries, strict=True):
+        row[: len(pages)] = pages
+    rows = [len(own) for own in slots]
+    call = AttentionCall.of(
+        torch.from_numpy(page_table),
+        rows,
+        [table.length + count for table, count in zip(tables, rows, strict=True)],
+        ancestors=None if ancestors is None else torch.from_numpy(ancestors[:, None]),
+    )
+    return ForwardBatch(
+        tokens=tokens,
+        positions=positions.astype(np.int32, copy=False),
+        slots=np.concatenate(slots),
+        call=call,
+        logit_rows=logit_rows,
+    )

@@ -1,0 +1,211 @@
+"""Turns sequences into tokens: prompt, then draft, verify, keep. Knows pages and drafts; no text,
+no file, no screen.
+
+A row's bits depend on its own history alone, so what is reused, how rows are batched and what was
+guessed can change the time and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from statistics import median
+from time import perf_counter
+
+from chatkv.batch import tree_batch
+from chatkv.config import EngineConfig
+from chatkv.errors import ContextFull, UsageError
+from chatkv.kv.keys import fingerprint, root_key
+from chatkv.kv.prefix import PrefixCache
+from chatkv.kv.saver import PageSaver
+from chatkv.kv.store import PageStore
+from chatkv.kv.table import PageTable
+from chatkv.models.model import Model
+from chatkv.prefill import Logits, PrefillReport, Prompts
+from chatkv.sampling import Sampler, SamplingParams
+from chatkv.sequence import ReplyText, Sequence
+from chatkv.spec.drafters import create_drafters
+from chatkv.spec.drafting import Drafting
+from chatkv.spec.stats import DraftStats, StepRecord
+from chatkv.spec.tree import DraftTree
+from chatkv.spec.verify import Accepted, verify
+
+COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Row counts whose step is timed at start."""
+
+
+class Engine:
+    """One model, one pool of pages, any number of sequences. One thread owns it.
+
+    Args:
+        model: The decoder.
+        config: Settings.
+        store: Where pages outlive the process, or None.
+        salt: Value of the store that keeps its keys apart from those of others.
+        costs: Rows -> milliseconds of a step, measured before; None measures them now.
+        guard: Whether drafting that turns out slow switches itself off.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        *,
+        store: PageStore | None = None,
+        salt: bytes = b"",
+        costs: Mapping[int, float] | None = None,
+        guard: bool = True,
+    ) -> None:
+        self.model = model
+        self.config = config = config or EngineConfig()
+        spec = model.spec
+        self.context_limit = min(config.context_limit or spec.context_limit, spec.context_limit)
+        self.pool = model.new_pool(config.pool_tokens or 2 * self.context_limit)
+        self.prefix = PrefixCache(self.pool)
+        self.pool.reclaim = self.prefix.reclaim
+        self.saver = PageSaver(store) if store is not None else None
+        self.prompts = Prompts(model, self.pool, self.prefix, self.saver)
+        self.identity = model.identity(self.pool.page_size)
+        self.root_key = root_key(fingerprint(self.identity), salt)
+        drafters = create_drafters(config.drafters, vocab_size=spec.vocab_size)
+        self.costs = dict(costs) if costs is not None else self.measure()
+        self.drafting = Drafting(drafters, self.costs, config.spec, guard=guard)
+        self._next_id = 0
+
+    def add(
+        self,
+        tokens: Seq[int],
+        sampled: Seq[bool],
+        params: SamplingParams,
+        *,
+        reply: ReplyText | None = None,
+    ) -> Sequence:
+        """A sequence that goes on from `tokens`; nothing is computed yet.
+
+        Raises:
+            UsageError: No tokens.
+            ContextFull: Not even one more token fits.
+        """
+        if not tokens:
+            raise UsageError("There is nothing to answer.", hint="Give at least one token.")
+        if len(tokens) + 1 > self.context_limit:
+            raise ContextFull(used=0, needed=len(tokens) + 1, limit=self.context_limit)
+        self._next_id += 1
+        return Sequence(
+            id=self._next_id,
+            tokens=list(tokens),
+            sampled=list(sampled),
+            table=PageTable(self.pool),
+            sampler=Sampler(params),
+            root_key=self.root_key,
+            eos_ids=self.model.spec.eos_ids,
+            max_tokens=params.max_tokens or self.context_limit,
+            context_limit=self.context_limit,
+            reply=reply,
+        )
+
+    def prefill(self, seq: Sequence, report: PrefillReport | None = None) -> Iterator[int]:
+        """Put the prompt in place and choose the first token. Yields the tokens in place so far.
+
+        Raises:
+            OutOfPages: The pool cannot hold the prompt. What is in place stays in place.
+        """
+        logits: Logits | None = None
+        for part in self.prompts.fill(seq, report or PrefillReport()):
+            logits = part
+            yield seq.table.length
+        assert logits is not None, "the last id of a prompt is always computed"
+        seq.push(seq.sampler.pick(logits, seq.tokens, len(seq.tokens)).token)
+        self.drafting.follow(seq)
+
+    def step(self, seqs: Seq[Sequence]) -> list[tuple[int, ...]]:
+        """Draft, run one forward pass over all rows, keep what the model itself would pick.
+
+        Returns:
+            The tokens each sequence gained: one or more.
+        """
+        begun = perf_counter()
+        trees = self.drafting.propose(seqs)
+        drafted = perf_counter()
+        accepted: list[Accepted] = []
+        with ExitStack() as stack:
+            rows = [
+                stack.enter_context(seq.table.reserve(len(tree)))
+                for seq, tree in zip(seqs, trees, strict=True)
+            ]
+            batch = tree_batch(
+                [seq.table for seq in seqs], trees, [reserved.slots for reserved in rows]
+            )
+            started = perf_counter()
+            logits = self.model.step(batch, self.pool)
+            verified = perf_counter()
+            first = 0
+            for seq, tree, reserved in zip(seqs, trees, rows, strict=True):
+                own = logits[first : first + len(tree)]
+                accepted.append(self._accept(seq, tree, own))
+                reserved.keep(accepted[-1].rows)
+                first += len(tree)
+        for seq, gained in zip(seqs, accepted, strict=True):
+            self.prompts.remember(seq, seq.table.length - len(gained.rows))
+        ended = perf_counter()
+        record = StepRecord.of(
+            trees,
+            accepted,
+            draft_ms=1000 * (drafted - begun),
+            verify_ms=1000 * (verified - started),
+            accept_ms=1000 * (ended - verified),
+            host_ms=1000 * (started - drafted),
+        )
+        self.drafting.observe(seqs, record, accepted)
+        return [gained.tokens for gained in accepted]
+
+    def finish(self, seq: Sequence) -> DraftStats:
+        """Keep what can be used again, on disk too, and give the sequence's pages back."""
+        self.prompts.finish(seq)
+        seq.table.release()
+        return self.drafting.drop(seq)
+
+    def generate(self, seqs: Seq[Sequence]) -> None:
+        """Run these sequences to their end, together."""
+        for seq in seqs:
+            for _ in self.prefill(seq):
+                pass
+        while running := [seq for seq in seqs if not seq.finished]:
+            self.step(running)
+
+    def measure(self, repeats: int = 3) -> dict[int, float]:
+        """Milliseconds of a step by rows: medians of real steps over a short made-up prompt."""
+        costs: dict[int, float] = {}
+        table = PageTable(self.pool)
+        try:
+            for rows in COST_ROWS:
+                times: list[float] = []
+                for _ in range(repeats):
+                    tree = DraftTree.of(range(1, rows + 1), [max(0, i - 1) for i in range(rows)])
+                    with table.reserve(rows) as reserved:
+                        batch = tree_batch([table], [tree], [reserved.slots])
+                        begun = perf_counter()
+                        self.model.step(batch, self.pool)
+                        times.append(1000 * (perf_counter() - begun))
+                costs[rows] = median(times)
+        finally:
+            table.release()
+        return costs
+
+    def close(self) -> None:
+        """Let queued pages reach the disk, two seconds at most."""
+        if self.saver is not None:
+            self.saver.close()
+
+    def _accept(self, seq: Sequence, tree: DraftTree, logits: Logits) -> Accepted:
+        """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""
+        start = len(seq.tokens)
+
+        def pick(row: int, path: tuple[int, ...]) -> int:
+            history = [*seq.tokens, *path] if path else seq.tokens
+            return seq.sampler.pick(logits[row], history, start + len(path)).token
+
+        gained = verify(tree, pick).until(seq.push)
+        seq.last_logits = logits[gained.rows[-1]]
+        return gained

@@ -1,0 +1,260 @@
+"""How a prompt comes to its pages: found, proved, or computed. Knows a model, a pool and a store;
+no drafts.
+
+Given ids go through the model in chunks whose edges lie at fixed places of their run, so that a
+chunk has the same shape, and so the same bits, whenever it is computed again. Chosen ids go through
+the step, many rows at once, with the bits they had when they were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chatkv.batch import chain_batch
+from chatkv.errors import OutOfPages
+from chatkv.kv.pool import PagePool
+from chatkv.kv.prefix import PrefixCache
+from chatkv.kv.restore import Found, find_prefix, publish
+from chatkv.kv.saver import PageSaver
+from chatkv.kv.store import Origin, PageImage
+from chatkv.kv.table import PageTable
+from chatkv.models.model import Model
+from chatkv.sequence import Sequence
+from chatkv.witness import Witness
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class PrefillReport:
+    """How one prompt came to its pages."""
+
+    reused: int = 0
+    """Tokens found in the pool or on disk."""
+    computed: int = 0
+    restored_pages: int = 0
+    restore_ms: float = 0.0
+    reason: str = "new"
+    verified: bool | None = None
+    """Whether the model agreed with what came from disk; None if nothing did, or no witness was
+    stored."""
+
+
+class Prompts:
+    """Fills page tables. One a engine.
+
+    Args:
+        model: Computes what is not known.
+        pool: Where pages live.
+        prefix: Pages of the pool by key.
+        saver: The way to disk, or None.
+    """
+
+    def __init__(
+        self, model: Model, pool: PagePool, prefix: PrefixCache, saver: PageSaver | None
+    ) -> None:
+        self.model, self.pool, self.prefix, self.saver = model, pool, prefix, saver
+
+    def fill(self, seq: Sequence, report: PrefillReport) -> Iterator[Logits | None]:
+        """Put every id of `seq` in place. Yields after each part; the last part's logits with it.
+
+        Raises:
+            OutOfPages: The pool cannot hold the prompt. What is in place stays in place.
+        """
+        self._reuse(seq, report)
+        yield None
+        while (before := seq.table.length) < len(seq.tokens):
+            logits = self._chain(seq) if seq.sampled[before] else self._chunk(seq)
+            report.computed += seq.table.length - before
+            self.remember(seq, before)
+            yield logits
+
+    def remember(self, seq: Sequence, before: int) -> None:
+        """Offer the pages that became complete since `before` tokens to others, and to the disk."""
+        size = self.pool.page_size
+        for index in range(before // size, seq.table.length // size):
+            self._keep(seq, index, size)
+
+    def finish(self, seq: Sequence) -> None:
+        """Keep the tail page and the witness too; offer again what the queue had no room for."""
+        length, size = seq.table.length, self.pool.page_size
+        if not length:
+            return
+        if length % size:
+            self._keep(seq, length // size, length % size)
+        if self.saver is None:
+            return
+        for index in sorted(seq.unsaved):
+            self._save(seq, index, min(size, length - index * size))
+        if seq.last_logits is not None:
+            witness = Witness.of(seq.last_logits)
+            self.saver.after_pages(
+                witness.snapshot(seq.key_at(length), length, self.model.backend_name)
+            )
+
+    # Found.
+
+    def _reuse(self, seq: Sequence, report: PrefillReport) -> None:
+        """Hold the longest run of known rows; the last id is always computed, for its logits."""
+        begun = perf_counter()
+        store = None
+        if self.saver is not None:
+            self.saver.flush(1.0)
+            store = self.saver.store
+        known = len(seq.tokens) - 1
+        ids, sampled = seq.tokens[:known], seq.sampled[:known]
+        found = find_prefix(self.pool, self.prefix, store, seq.root_key, ids, sampled)
+        seq.table.adopt(found.pages, found.num_tokens)
+        report.reason = found.reason
+        if found.restored:
+            try:
+                report.verified = self._proved(seq)
+            except OutOfPages:
+                report.verified = None  # no room for the one row of the check
+            if report.verified is False:
+                self._distrust(seq, found)
+                found = find_prefix(self.pool, self.prefix, None, seq.root_key, ids, sampled)
+                seq.table.adopt(found.pages, found.num_tokens)
+                report.reason = "damaged"
+            else:
+                publish(self.prefix, found, self.pool.page_size)
+                report.restored_pages = len(found.restored)
+            report.restore_ms = 1000 * (perf_counter() - begun)
+        report.reused = seq.table.length
+
+    def _proved(self, seq: Sequence) -> bool | None:
+        """Compute the last row with a witness again, over the restored pages; None without one."""
+        assert self.saver is not None
+        for stop in _sampled_ends(seq.sampled, seq.table.length + 1):
+            length = stop - 1  # the last chosen id of a reply has no row
+            snapshot = self.saver.store.snapshot(seq.key_at(length)) if length > 1 else None
+            if snapshot is None:
+                continue
+            probe = seq.table.fork()
+            try:
+                probe.truncate(length - 1)
+                with probe.reserve(1) as reserved:
+                    logits = self._rows(
+                        probe, seq.tokens[length - 1 : length], reserved.slots, True
+                    )
+                    stored = self._row_bits(seq.table.slots(length - 1, length))
+                    same = torch.equal(stored, self._row_bits(reserved.slots))
+            finally:
+                probe.release()
+            assert logits is not None
+            return same and Witness.of(logits).agrees(snapshot)
+        return None
+
+    def _row_bits(self, slots: npt.NDArray[np.int64]) -> torch.Tensor:
+        """[L, 2, HK, D] one row of all layers, as integers."""
+        page, offset = divmod(int(slots[0]), self.pool.page_size)
+        return self.pool.data[:, page, :, :, offset].contiguous().view(torch.uint8)
+
+    def _distrust(self, seq: Sequence, found: Found) -> None:
+        """The model disagrees: what was read, and what was built on it, is not read again."""
+        saver = self.saver
+        assert saver is not None
+        key = found.restored[0][1].key
+        saver.after_pages(lambda: _quarantine(saver, key))
+        saver.flush(1.0)
+        seq.table.truncate(0)
+
+    # Computed.
+
+    def _chain(self, seq: Sequence) -> Logits | None:
+        """Chosen ids, as one chain through the step; logits if it ends the prompt."""
+        start = seq.table.length
+        stop = min(len(seq.tokens), start + self.model.max_step_rows)
+        while not all(seq.sampled[start:stop]):
+            stop = start + seq.sampled[start:stop].index(False)
+        with seq.table.reserve(stop - start) as reserved:
+            last = stop == len(seq.tokens)
+            logits = self._rows(seq.table, seq.tokens[start:stop], reserved.slots, last)
+            reserved.keep(range(stop - start))
+        return logits
+
+    def _rows(
+        self, table: PageTable, ids: list[int], slots: npt.NDArray[np.int64], want_logits: bool
+    ) -> Logits | None:
+        """One step over a chain behind `table`; [V] logits of its last row if wanted."""
+        batch = chain_batch(table, ids, slots, want_logits=want_logits)
+        logits = self.model.step(batch, self.pool)
+        return logits[0] if want_logits else None
+
+    def _chunk(self, seq: Sequence) -> Logits | None:
+        """Given ids, to the end of their chunk; logits if it ends the prompt."""
+        known = seq.table.length
+        run = _given_start(seq.sampled, known)
+        first, size = self.model.chunk(known - run)
+        start = run + first
+        stop = min(start + size, len(seq.tokens))
+        if True in seq.sampled[known:stop]:
+            stop = known + seq.sampled[known:stop].index(True)
+        with seq.table.reserve(stop - known) as reserved:
+            logits = self.model.prefill(
+                seq.tokens[known:stop],
+                start,
+                known,
+                reserved.slots,
+                seq.table.entries(),
+                self.pool,
+                chunk_rows=size,
+                want_logits=stop == len(seq.tokens),
+            )
+            reserved.keep(range(stop - known))
+        return logits
+
+    # Kept.
+
+    def _keep(self, seq: Sequence, index: int, rows: int) -> None:
+        """Share a page that will not be written again with whoever has the same prefix."""
+        start = index * self.pool.page_size
+        ids, flags = seq.tokens[start : start + rows], seq.sampled[start : start + rows]
+        key = seq.key_at(start + rows)
+        self.prefix.insert(key, seq.parent_key(index), seq.table.pages[index], ids, flags)
+        self._save(seq, index, rows)
+
+    def _save(self, seq: Sequence, index: int, rows: int) -> None:
+        if self.saver is None or not self.saver.on:
+            return
+        start = index * self.pool.page_size
+        flags = tuple(seq.sampled[start : start + rows])
+        origin: Origin = "step" if all(flags) else "mixed" if any(flags) else "chunk"
+        image = PageImage(
+            key=seq.key_at(start + rows),
+            parent_key=seq.parent_key(index),
+            chain_index=index,
+            first_position=start,
+            token_ids=tuple(seq.tokens[start : start + rows]),
+            sampled=flags,
+            origin=origin,
+            payload=self.pool.image(seq.table.pages[index], rows),
+        )
+        if self.saver.put(image):
+            seq.unsaved.discard(index)
+        else:
+            seq.unsaved.add(index)
+
+
+def _quarantine(saver: PageSaver, key: bytes) -> None:
+    saver.store.quarantine(key, "witness", descendants=True)
+
+
+def _given_start(sampled: list[bool], index: int) -> int:
+    """Where the run of given ids that holds `index` begins."""
+    while index and not sampled[index - 1]:
+        index -= 1
+    return index
+
+
+def _sampled_ends(sampled: list[bool], limit: int) -> Iterator[int]:
+    """Ends of the runs of chosen ids up to `limit`, the last first."""
+    for stop in range(min(limit, len(sampled)), 0, -1):
+        if sampled[stop - 1] and (stop == len(sampled) or not sampled[stop]):
+            yield stop

@@ -1,0 +1,271 @@
+"""Resumed = never quit: after a restart, a fork, an edit, a lost, damaged or wrong cache."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fakes import TinyModel
+
+from chatkv.config import EngineConfig
+from chatkv.engine import Engine
+from chatkv.errors import UsageError
+from chatkv.events import Delta, Done, Failed, Prefill, Rendered
+from sessions.chat import Chats
+from sessions.local import LocalEngine
+from sessions.pages import SqlitePageStore
+from sessions.port import ChatPort
+from sessions.service import EngineService
+from sessions.store import ChatStore
+
+COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
+PROMPTS = ["the cat sat on the mat", "and then?", "the cat sat on the mat again", "why?"]
+SAMPLING = {"temperature": 1.0, "max_tokens": 30, "seed": 11}
+
+
+class Program:
+    """chatkv without its processes: a store, pages, an engine. Starts any number of times."""
+
+    def __init__(self, folder: Path, *, kv: bool = True, spec: str = "none", seed: int = 0) -> None:
+        self.pages = None
+        model = TinyModel(seed)
+        if kv:
+            identity = model.identity(model.page_size)
+            self.pages = SqlitePageStore(folder / "kv.db", identity, limit_bytes=1 << 30)
+        salt = self.pages.salt if self.pages else b""
+        config = EngineConfig(spec=spec, drafters=("ngram", "random"))
+        engine = Engine(model, config, store=self.pages, salt=salt, costs=COSTS, guard=False)
+        self.engine = LocalEngine(EngineService(engine, self.pages))
+        self.engine.start()
+        self.store = ChatStore(folder / "chat.db")
+        self.chats = Chats(
+            self.store, self.engine, settings={"model": "tiny", "sampling": SAMPLING}
+        )
+
+    def close(self) -> None:
+        self.engine.close()
+        if self.pages is not None:
+            self.pages.close()
+        self.store.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    running: list[Program] = []
+
+    def begin(name: str = "a", **options: object) -> Program:
+        while running:
+            running.pop().close()
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True, mode=0o700)
+        running.append(Program(folder, **options))  # type: ignore[arg-type]
+        return running[-1]
+
+    yield begin
+    for program in running:
+        program.close()
+
+
+def say(chat: ChatPort, text: str) -> Done:
+    (*_, done) = chat.send(text)
+    assert isinstance(done, Done), done
+    return done
+
+
+@pytest.fixture
+def never_quit(start: Callable[..., Program]) -> list[str]:
+    chat = start("reference", kv=False).chats.new()
+    return [say(chat, prompt).text for prompt in PROMPTS]
+
+
+def test_restart_between_all_turns(start: Callable[..., Program], never_quit: list[str]) -> None:
+    texts = []
+    for turn, prompt in enumerate(PROMPTS):
+        program = start(spec="tree:5" if turn % 2 else "none")
+        chat = program.chats.open("@last") if turn else program.chats.new()
+        done = say(chat, prompt)
+        texts.append(done.text)
+        if turn:
+            assert done.usage.restored_pages > 0
+            assert done.usage.verified is True
+            assert done.usage.cached_tokens + done.usage.prompt_n == done.usage.prompt_tokens
+            assert done.usage.prompt_n < 45
+    assert texts == never_quit
+
+
+def test_kv_deleted_in_mid_conversation(
+    start: Callable[..., Program], never_quit: list[str], tmp_path: Path
+) -> None:
+    texts = []
+    for turn, prompt in enumerate(PROMPTS):
+        if turn == 2:
+            start("other")
+            for file in (tmp_path / "a").glob("kv.db*"):
+                file.unlink()
+        program = start()
+        chat = program.chats.open("@last") if turn else program.chats.new()
+        texts.append(say(chat, prompt).text)
+    assert texts == never_quit
+
+
+def test_kv_deleted_while_open(
+    start: Callable[..., Program], never_quit: list[str], tmp_path: Path
+) -> None:
+    program = start()
+    chat = program.chats.new()
+    texts = []
+    for turn, prompt in enumerate(PROMPTS):
+        if turn == 2:
+            for file in (tmp_path / "a").glob("kv.db*"):
+                file.unlink()
+        texts.append(say(chat, prompt).text)
+    assert texts == never_quit
+    program.engine.close()
+    assert (tmp_path / "a" / "kv.db").exists()
+
+
+def test_flipped_bits_are_found(
+    start: Callable[..., Program], never_quit: list[str], tmp_path: Path
+) -> None:
+    chat = start().chats.new()
+    texts = [say(chat, prompt).text for prompt in PROMPTS[:2]]
+    start("other")
+    with sqlite3.connect(tmp_path / "a" / "kv.db") as db:
+        (page, data) = db.execute("SELECT page_id, data FROM page_data LIMIT 1 OFFSET 2").fetchone()
+        db.execute(
+            "UPDATE page_data SET data = ? WHERE page_id = ?",
+            (bytes([data[0] ^ 1]) + data[1:], page),
+        )
+    db.close()
+    chat = start().chats.open("@last")
+    texts += [say(chat, prompt).text for prompt in PROMPTS[2:]]
+    assert texts == never_quit
+
+
+def test_wrong_rows_under_good_checksums_are_found_by_the_witness(
+    start: Callable[..., Program], never_quit: list[str], tmp_path: Path
+) -> None:
+    """Only a forward pass can see this: the page says what its checksum says, and is wrong."""
+    import zlib
+
+    chat = start().chats.new()
+    texts = [say(chat, prompt).text for prompt in PROMPTS[:2]]
+    start("other")
+    with sqlite3.connect(tmp_path / "a" / "kv.db") as db:
+        page, key, data = db.execute(
+            "SELECT p.id, p.key, d.data FROM pages p JOIN page_data d ON d.page_id = p.id"
+            " ORDER BY p.chain_index LIMIT 1"
+        ).fetchone()
+        wrong = data[4:] + data[:4]
+        db.execute("UPDATE page_data SET data = ? WHERE page_id = ?", (wrong, page))
+        db.execute("UPDATE pages SET crc = ? WHERE id = ?", (zlib.crc32(key + wrong), page))
+    db.close()
+    chat = start().chats.open("@last")
+    done = say(chat, PROMPTS[2])
+    assert done.usage.verified is False
+    assert done.usage.reuse_reason == "damaged"
+    assert [*texts, done.text, say(chat, PROMPTS[3]).text] == never_quit
+
+
+def test_other_weights_share_nothing(start: Callable[..., Program]) -> None:
+    chat = start().chats.new()
+    say(chat, PROMPTS[0])
+    done = say(start(seed=1).chats.open("@last"), PROMPTS[1])
+    assert done.usage.cached_tokens == 0
+
+
+def test_fork_edit_again(start: Callable[..., Program]) -> None:
+    program = start()
+    chat = program.chats.new("fox")
+    first = say(chat, PROMPTS[0])
+    second = say(chat, PROMPTS[1])
+    fork = chat.fork(chat.turns()[0].id, "side")
+    assert [turn.reply for turn in fork.turns()] == [first.text]
+    assert say(fork, PROMPTS[1]).text == second.text
+    assert len(chat.turns()) == 2
+    (*_, edited) = chat.edit(chat.turns()[1].id, "something else")
+    assert isinstance(edited, Done)
+    assert edited.usage.cached_tokens > first.usage.prompt_tokens
+    turn = chat.turns()[1]
+    assert (turn.prompt, turn.sibling, turn.siblings) == ("something else", 3, 3)
+    chat.set("seed", 99)
+    (*_, again) = chat.again()
+    assert isinstance(again, Done)
+    assert again.text != edited.text
+    assert chat.turns()[1].siblings == 4
+    names = {(row.name, row.fork) for row in program.chats.chats()}
+    assert names == {("fox", "main"), ("fox", "side")}
+
+
+def test_cancel_keeps_what_there_is_and_the_chat_goes_on(start: Callable[..., Program]) -> None:
+    chat = start().chats.new()
+    seen = ""
+    for event in chat.send(PROMPTS[0]):
+        if isinstance(event, Delta):
+            seen += event.text
+            chat.cancel()
+        last = event
+    assert isinstance(last, Done)
+    assert last.finish_reason == "cancelled"
+    (turn,) = chat.turns()
+    assert turn.state == "interrupted"
+    assert turn.reply == last.text
+    assert say(chat, "go on").text == say(start().chats.open("@last").fork(turn.id), "go on").text
+
+
+def test_abandoned_stream_is_closed(start: Callable[..., Program]) -> None:
+    chat = start().chats.new()
+    stream = chat.send(PROMPTS[0])
+    for event in stream:
+        if isinstance(event, Delta):
+            break
+    stream.close()
+    (turn,) = chat.turns()
+    assert turn.state == "interrupted"
+    say(chat, PROMPTS[1])
+
+
+def test_events_come_in_order(start: Callable[..., Program]) -> None:
+    chat = start().chats.new()
+    kinds = [event.type for event in chat.send("hello")]
+    order = [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    assert order == ["rendered", "prefill", "delta", "done"]
+    assert not any(
+        isinstance(event, Rendered) and len(event.messages) > 1 for event in chat.send("x")
+    )
+    assert any(isinstance(event, Prefill) for event in chat.send("y"))
+
+
+def test_too_long_says_so_and_loses_nothing(start: Callable[..., Program]) -> None:
+    program = start()
+    chat = program.chats.new()
+    say(chat, PROMPTS[0])
+    (*_, failed) = chat.send("x" * 600)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.exit) == ("context_full", 5)
+    assert "512" in failed.message
+    assert len(chat.turns()) == 1
+    assert say(chat, PROMPTS[1]).text
+    found = program.store.search("x" * 100)
+    assert len(found) == 1
+
+
+def test_empty_prompts_are_refused_before_anything_is_stored(start: Callable[..., Program]) -> None:
+    program = start()
+    chat = program.chats.new()
+    with pytest.raises(UsageError):
+        list(chat.send("  \n"))
+    assert program.chats.chats() == []
+
+
+def test_stop_strings_end_the_text(start: Callable[..., Program]) -> None:
+    chat = start().chats.new()
+    whole = say(chat, PROMPTS[0]).text
+    stop = whole[4:6]
+    chat.set("stop", [stop])
+    (*_, done) = chat.again()
+    assert isinstance(done, Done)
+    assert done.finish_reason == "stop"
+    assert done.text == whole[: whole.index(stop)]

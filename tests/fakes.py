@@ -1,0 +1,212 @@
+"""Fakes that tests share: a tiny model that really reads its K/V through pages, and its tokenizer.
+
+A page bug changes the text here as it would with a real model. The prompt path computes with other
+sums than the step path, as on real hardware, so a row from the wrong path shows as well.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from chatkv.attention.cpu import CpuBackend
+from chatkv.kv.pool import PagePool
+
+EOS, USER, REPLY, SYSTEM = 256, 257, 258, 259
+VOCAB = 260
+
+
+class ByteTokenizer:
+    """One id a byte, and four marks."""
+
+    eos_ids = (EOS,)
+    vocab_size = VOCAB
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+    def stream(self) -> ByteStream:
+        return ByteStream()
+
+    def tok_fp(self) -> bytes:
+        return hashlib.blake2b(b"bytes", digest_size=32).digest()
+
+    def head_ids(self, system: str | None = None) -> list[int]:
+        return [SYSTEM, *self.encode(system or "sys")]
+
+    def user_ids(self, text: str, first: bool, system: str | None = None) -> list[int]:
+        return [USER, *self.encode(text), REPLY]
+
+    def closing_ids(self, ended_by_eos: bool) -> list[int]:
+        return [10] if ended_by_eos else [EOS, 10]
+
+
+class ByteStream:
+    """Whole code points out of bytes."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        return self._decoder.decode(bytes(i for i in ids if i < 256))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """Shape of the tiny model."""
+
+    name: str = "tiny"
+    num_layers: int = 2
+    hidden_size: int = 64
+    num_heads: int = 2
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    vocab_size: int = VOCAB
+    context_limit: int = 512
+    eos_ids: tuple[int, ...] = (EOS,)
+    weights_digest: str = "tiny"
+
+
+class TinyModel:
+    """Two layers of random weights behind the interface of `chatkv.models.decoder.Decoder`.
+
+    Args:
+        seed: Of the weights; another seed is another model.
+        repeat: How strongly the model copies what followed the same byte before: text that drafts
+            can guess.
+    """
+
+    max_step_rows = 16
+    page_size = 16
+    chunk_rows = 8
+    backend_name = "cpu exact tiny"
+
+    def __init__(self, seed: int = 0, repeat: float = 4.0, **spec: Any) -> None:
+        self.spec = TinySpec(**spec)
+        self.backend = CpuBackend()
+        self.tokenizer = ByteTokenizer()
+        self.seed = seed
+        self.steps = 0
+        self.rows: list[int] = []
+        """Rows of each step so far."""
+        s = self.spec
+        random = np.random.default_rng(seed)
+        width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+
+        def matrix(rows: int, columns: int) -> np.ndarray:
+            return (random.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+
+        self.embed = matrix(s.vocab_size, s.hidden_size) * 8
+        self.qkv = [matrix(width, s.hidden_size) for _ in range(s.num_layers)]
+        self.out = [matrix(s.hidden_size, s.num_heads * s.head_dim) for _ in range(s.num_layers)]
+        self.head = (matrix(s.vocab_size, s.hidden_size) * repeat).astype(np.float32)
+
+    def identity(self, page_tokens: int) -> dict[str, Any]:
+        s = self.spec
+        return {
+            "weights": f"{s.weights_digest} {self.seed}",
+            "page_tokens": page_tokens,
+            "layers": s.num_layers,
+            "kv_heads": s.num_kv_heads,
+            "head_dim": s.head_dim,
+            "pool_dtype": "float32",
+        }
+
+    def new_pool(self, num_tokens: int) -> PagePool:
+        s = self.spec
+        pool = PagePool(
+            num_pages=-(-num_tokens // self.page_size) + 2,
+            page_size=self.page_size,
+            num_layers=s.num_layers,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            dtype=torch.float32,
+        )
+        pool.data.fill_(float("nan"))  # what nobody wrote must reach nobody
+        return pool
+
+    def chunk(self, offset: int) -> tuple[int, int]:
+        return offset // self.chunk_rows * self.chunk_rows, self.chunk_rows
+
+    def step(self, batch: Any, pool: PagePool) -> np.ndarray:
+        self.steps += 1
+        self.rows.append(len(batch.tokens))
+        x = self.embed[batch.tokens] + self._where(batch.positions)
+        for layer in range(self.spec.num_layers):
+            q, k, v = self._split(_by_row(self.qkv[layer], x))
+            self._write(pool, layer, batch.slots, k, v)
+            out, _ = self.backend.attend(batch.call, torch.from_numpy(q), pool.data[layer])
+            x = x + np.tanh(_by_row(self.out[layer], out.numpy().reshape(len(x), -1)))
+        rows = range(len(x)) if batch.logit_rows is None else batch.logit_rows
+        return _by_row(self.head, x[list(rows)])
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        known: int,
+        slots: np.ndarray,
+        entries: np.ndarray,
+        pool: PagePool,
+        *,
+        chunk_rows: int,
+        want_logits: bool,
+    ) -> np.ndarray | None:
+        first, stop = known - start, known - start + len(tokens)
+        assert first >= 0
+        assert stop <= chunk_rows
+        s = self.spec
+        x = self.embed[list(tokens)] + self._where(np.arange(known, known + len(tokens)))
+        q = torch.zeros(chunk_rows, s.num_heads, s.head_dim)
+        for layer in range(s.num_layers):
+            own_q, k, v = self._split(_by_row(self.qkv[layer], x))
+            q[first:stop] = torch.from_numpy(own_q)
+            self._write(pool, layer, slots, k, v)
+            kv = torch.zeros(2, chunk_rows, s.num_kv_heads, s.head_dim)
+            for row in range(stop):
+                page, offset = divmod(start + row, pool.page_size)
+                kv[:, row] = pool.data[layer, int(entries[page]), :, :, offset]
+            table = torch.from_numpy(entries)
+            out = self.backend.prefill(q, *kv, pool.data[layer], table, start, stop)
+            rows = out[first:stop].contiguous().numpy().reshape(len(x), -1)
+            x = x + np.tanh(_by_row(self.out[layer], rows))
+        return _by_row(self.head, x[-1:])[0] if want_logits else None
+
+    def _where(self, positions: np.ndarray) -> np.ndarray:
+        turns = np.outer(positions, 1 / (1 + np.arange(self.spec.hidden_size)))
+        return np.sin(turns).astype(np.float32) / 4
+
+    def _split(self, qkv: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        s = self.spec
+        heads = qkv.reshape(len(qkv), -1, s.head_dim)
+        q, k, v = np.split(heads, [s.num_heads, s.num_heads + s.num_kv_heads], axis=1)
+        return np.ascontiguousarray(q), np.ascontiguousarray(k), np.ascontiguousarray(v)
+
+    def _write(
+        self, pool: PagePool, layer: int, slots: np.ndarray, k: np.ndarray, v: np.ndarray
+    ) -> None:
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                page, offset = divmod(slot, pool.page_size)
+                assert pool.refs(page) == 1, f"page {page} is shared and was written"
+                pool.data[layer, page, 0, :, offset] = torch.from_numpy(k[row])
+                pool.data[layer, page, 1, :, offset] = torch.from_numpy(v[row])
+
+
+def _by_row(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """[T, N] each row alone, so that no row depends on its neighbours."""
+    if len(x) == 0:
+        return np.zeros((0, len(weight)), np.float32)
+    return np.stack([weight @ row for row in x])
