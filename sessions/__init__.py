@@ -1,0 +1,1 @@
+"""What outlives the process: conversations, their pages, and the chat that is open on an engine."""

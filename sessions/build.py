@@ -1,0 +1,52 @@
+"""Builds an engine and what serves it from plain options. Imports torch: only the engine's process
+loads this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from chatkv.config import EngineConfig
+from chatkv.engine import Engine
+from chatkv.models import catalog
+from chatkv.models.decoder import Decoder
+from sessions.pages import open_page_store
+from sessions.service import EngineService
+
+Progress = Callable[[str, int, int], None]
+
+
+def build_service(options: Mapping[str, Any], progress: Progress | None = None) -> EngineService:
+    """An engine as the options ask for.
+
+    Args:
+        options: `model` (name or path), and maybe `threads`, `context`, `spec`, `drafters`,
+            `kv_path` (None: no pages on disk), `kv_limit_bytes`.
+        progress: Called with stage, bytes done, bytes in all.
+
+    Raises:
+        ModelError: The model cannot be found or loaded.
+        ConfigError: An option makes no sense.
+    """
+    config = EngineConfig(
+        threads=options.get("threads"),
+        context_limit=options.get("context"),
+        spec=options.get("spec") or "auto",
+        drafters=tuple(options.get("drafters") or ("ngram",)),
+    )
+    model = Decoder.load(catalog.find(options["model"]), threads=config.threads, progress=progress)
+    store, notice = None, ""
+    if options.get("kv_path"):
+        spec = model.spec
+        limit = config.context_limit or spec.context_limit
+        opened = open_page_store(
+            Path(options["kv_path"]),
+            model.identity(model.page_size),
+            context_bytes=limit * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim,
+            limit_bytes=options.get("kv_limit_bytes"),
+        )
+        store, notice = opened.store, opened.notice
+    salt = store.salt if store is not None else b""
+    engine = Engine(model, config, store=store, salt=salt)
+    return EngineService(engine, store, notice=notice)

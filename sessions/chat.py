@@ -1,0 +1,375 @@
+"""An open conversation on an engine: what is committed when, and in which order.
+
+Knows the store of conversations and an engine's port. A prompt is in `chat.db` before the engine
+hears of it; the reply follows it there at its first token, then once a second, then whole. No
+tensor, no screen.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from time import monotonic
+from typing import Any
+
+from chatkv.errors import ConfigError, StoreError, UsageError
+from chatkv.events import Delta, Done, Event, Failed, Rendered, Usage
+from chatkv.sampling import SamplingParams
+from sessions.port import ChatPort, ChatRow, EnginePort, PathMessage, Request, TurnView
+from sessions.records import BegunTurn, SessionRow, TurnPath
+from sessions.store import ChatStore
+
+PARTIAL_S = 1.0
+"""Seconds between two commits of a reply that is growing."""
+
+SAMPLING = tuple(field.name for field in fields(SamplingParams))
+
+
+class Chats:
+    """All conversations of one store, on one engine. Implements `sessions.port.ChatsPort`.
+
+    Args:
+        store: chat.db.
+        engine: Answers.
+        settings: What a new conversation begins with: `model`, `sampling` (an object), `spec`.
+    """
+
+    def __init__(
+        self, store: ChatStore, engine: EnginePort, *, settings: Mapping[str, Any]
+    ) -> None:
+        self.store = store
+        self.engine = engine
+        self.settings = dict(settings)
+
+    def chats(self, query: str = "", *, limit: int = 200, trash: bool = False) -> list[ChatRow]:
+        rows = self.store.sessions(trash=trash, limit=limit, query=query or None)
+        return [
+            ChatRow(
+                id=row.id,
+                name=row.title or row.first_line,
+                fork=row.fork,
+                turns=row.turns,
+                tokens=row.tokens,
+                updated_at=row.updated_at,
+                model=row.model,
+                forked_from=row.forked_from,
+                forked_at=row.forked_at,
+                match=row.match,
+            )
+            for row in rows
+        ]
+
+    def open(self, ref: str) -> ChatPort:
+        return Chat(self, self.store.find(ref))
+
+    def new(self, name: str = "", *, system: str | None = None) -> ChatPort:
+        return Chat(self, None, name=name, system=system or "")
+
+    def rename(self, ref: str, name: str) -> None:
+        self.store.rename(self.store.find(ref).id, name)
+
+    def trash(self, ref: str) -> None:
+        self.store.trash(self.store.find(ref).id)
+
+    def restore(self, ref: str) -> None:
+        self.store.restore(self.store.find(ref, trash=True).id)
+
+
+class Chat:
+    """One conversation. Implements `sessions.port.ChatPort`; one reply at a time.
+
+    A new conversation gets its row with its first prompt, so that looking around leaves nothing
+    behind.
+    """
+
+    def __init__(
+        self, chats: Chats, row: SessionRow | None, *, name: str = "", system: str = ""
+    ) -> None:
+        self._chats, self._store, self._engine = chats, chats.store, chats.engine
+        self._row = row
+        self._name, self._system = name, system
+        settings = chats.settings if row is None else {**chats.settings, **row.settings}
+        self._sampling: dict[str, Any] = dict(settings.get("sampling", {}))
+        self._spec: str | None = settings.get("spec")
+        self._path: list[TurnPath] = [] if row is None else self._store.path(row.id)
+        self.notice = ""
+        """One sentence about the last reply's pages, or about a fork another chatkv made necessary.
+        """
+
+    @property
+    def id(self) -> str:
+        return "" if self._row is None else self._row.id
+
+    @property
+    def name(self) -> str:
+        if self._row is None:
+            return self._name
+        first = self._store.family(self._row.id)[0]
+        return first.title or self._first_line()
+
+    @property
+    def fork_name(self) -> str:
+        if self._row is None or self._row.forked_from is None:
+            return "main"
+        return self._store.session(self._row.id).title
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return dict(self._sampling)
+
+    def turns(self) -> list[TurnView]:
+        return [self._view(turn) for turn in self._path[1:]]
+
+    def send(self, text: str) -> Iterator[Event]:
+        if not text.strip():
+            raise UsageError("The prompt is empty.", hint="Type something, or give a file with -f.")
+        self._begin_session()
+        yield from self._turn(self._path[-1], text)
+
+    def again(self) -> Iterator[Event]:
+        turn = self._last_turn("answer again")
+        yield from self._turn(self._parent(turn), _prompt(turn))
+
+    def edit(self, turn_id: int, text: str) -> Iterator[Event]:
+        if not text.strip():
+            raise UsageError(
+                "The prompt is empty.", hint="Type something, or leave the turn alone."
+            )
+        (turn,) = [turn for turn in self._path[1:] if turn.turn.id == turn_id] or [None]
+        if turn is None:
+            raise UsageError("That turn is not on the open path.", hint="Open its branch first.")
+        yield from self._turn(self._parent(turn), text)
+
+    def fork(self, turn_id: int | None = None, name: str = "") -> ChatPort:
+        if self._row is None:
+            raise UsageError("There is nothing to fork yet.", hint="Send a prompt first.")
+        return Chat(self._chats, self._store.fork(self._row.id, turn_id, name))
+
+    def select(self, turn_id: int) -> None:
+        if self._row is not None:
+            leaf = self._store.newest_leaf(turn_id)
+            self._store.set_head(self._row.id, leaf, self._path[-1].turn.id)
+            self._reload()
+
+    def rename(self, name: str) -> None:
+        if self._row is None:
+            self._name = name
+        else:
+            self._store.rename(self._row.id, name)
+
+    def set(self, key: str, value: Any) -> None:
+        if key not in SAMPLING:
+            raise ConfigError(
+                f"There is no sampling setting {key!r}.", hint=f"Use one of {', '.join(SAMPLING)}."
+            )
+        changed = {**self._sampling, key: value}
+        _checked(changed)
+        self._sampling = {name: v for name, v in changed.items() if v is not None}
+        if self._row is not None:
+            settings = {**self._row.settings, "sampling": self._lasting()}
+            self._store.set_settings(self._row.id, settings)
+
+    def set_spec(self, mode: str) -> None:
+        """Change how this conversation drafts. Raises ConfigError."""
+        from chatkv.config import EngineConfig
+
+        EngineConfig(spec=mode)
+        self._spec = mode
+
+    def cancel(self) -> None:
+        self._engine.cancel()
+
+    # One turn.
+
+    def _turn(self, parent: TurnPath, text: str) -> Iterator[Event]:
+        """Commit the prompt (T1), stream the reply into the store (T2, T3) and to the caller."""
+        assert self._row is not None
+        sampling = {**self._sampling}
+        sampling.setdefault("seed", secrets.randbits(63))
+        _checked(sampling)
+        begun = self._store.begin_turn(
+            self._row.id, self._path[-1].turn.id, parent.turn.id, text, sampling
+        )
+        self._follow(begun)
+        reply = _Reply(self._store, begun)
+        try:
+            ready = self._engine.wait_ready()
+            reply.tok_fp = bytes.fromhex(ready.tok_fp)
+            messages, owners = self._messages(reply.tok_fp)
+            request = Request(messages, sampling, self._spec)
+            for event in self._engine.generate(request):
+                if isinstance(event, Rendered):
+                    reply.heard = True
+                    self._keep_renders(event, owners, reply.tok_fp)
+                elif isinstance(event, Failed):
+                    self._give_up(reply, parent)
+                else:
+                    reply.heard = True
+                    reply.take(event)
+                if isinstance(event, Done):
+                    self.notice = event.notice or self.notice
+                yield event
+        finally:
+            if not reply.closed:
+                self._give_up(reply, parent)
+            self._reload()
+
+    def _give_up(self, reply: _Reply, parent: TurnPath) -> None:
+        """Close a turn that did not get its whole reply. One that the engine never took, since it
+        does not fit for one, leaves the path; its prompt stays stored."""
+        assert self._row is not None
+        with suppress(StoreError):
+            reply.close("interrupted" if reply.heard else "error")
+            if not reply.heard:
+                self._store.set_head(self._row.id, parent.turn.id, reply.turn_id)
+
+    def _messages(self, tok_fp: bytes) -> tuple[list[PathMessage], list[int | None]]:
+        """The path as the engine takes it, and the row behind each message."""
+        messages: list[PathMessage] = []
+        owners: list[int | None] = []
+        for place, turn in enumerate(self._path):
+            for message in turn.messages:
+                render = message.render(tok_fp)
+                messages.append(
+                    PathMessage(
+                        role=message.row.role,
+                        content=message.row.content,
+                        ids=None if render is None else render.token_ids,
+                        sampled=() if render is None else render.sampled,
+                    )
+                )
+                owners.append(message.row.id)
+            is_last = place == len(self._path) - 1
+            if turn.turn.depth and not is_last and len(turn.messages) == 1:
+                # A reply that never began: the template closes an empty one.
+                messages.append(PathMessage("assistant", "", ids=()))
+                owners.append(None)
+        return messages, owners
+
+    def _keep_renders(self, event: Rendered, owners: list[int | None], tok_fp: bytes) -> None:
+        for made in event.messages:
+            owner = owners[made.index]
+            if owner is not None:
+                self._store.set_render(owner, tok_fp, made.ids, made.sampled)
+
+    # The path.
+
+    def _begin_session(self) -> None:
+        if self._row is not None:
+            return
+        settings = {**self._chats.settings, "sampling": self._lasting()}
+        self._row = self._store.create_session(self._name, self._system, settings)
+        self._reload()
+
+    def _lasting(self) -> dict[str, Any]:
+        """Sampling settings that the conversation keeps; a seed is drawn anew for every turn unless
+        set."""
+        return {name: value for name, value in self._sampling.items() if value is not None}
+
+    def _follow(self, begun: BegunTurn) -> None:
+        """Go where the prompt was saved: to another fork if the head had moved."""
+        assert self._row is not None
+        if begun.forked:
+            self.notice = "Another chatkv went on with this chat; yours continues as a fork."
+        self._row = self._store.session(begun.session_id)
+        self._path = self._store.path(self._row.id)
+
+    def _reload(self) -> None:
+        if self._row is not None:
+            self._row = self._store.session(self._row.id)
+            self._path = self._store.path(self._row.id)
+
+    def _last_turn(self, verb: str) -> TurnPath:
+        if len(self._path) < 2:
+            raise UsageError(f"There is nothing to {verb} yet.", hint="Send a prompt first.")
+        return self._path[-1]
+
+    def _parent(self, turn: TurnPath) -> TurnPath:
+        return self._path[self._path.index(turn) - 1]
+
+    def _first_line(self) -> str:
+        prompt = _prompt(self._path[1]) if len(self._path) > 1 else ""
+        return prompt.strip().partition("\n")[0][:60]
+
+    def _view(self, turn: TurnPath) -> TurnView:
+        reply = turn.message("assistant")
+        siblings = [row.id for row in self._store.siblings(turn.turn.id)]
+        stored = dict(turn.turn.usage)
+        names = {field.name for field in fields(Usage)}
+        numbers = {name: value for name, value in stored.items() if name in names}
+        return TurnView(
+            id=turn.turn.id,
+            number=turn.turn.depth,
+            prompt=_prompt(turn),
+            reply="" if reply is None else reply.row.content,
+            state=turn.turn.state,
+            created_at=turn.turn.created_at,
+            usage=Usage(**numbers) if numbers else None,
+            finish_reason=str(stored.get("finish_reason", "")),
+            seed=turn.turn.sampling.get("seed"),
+            sibling=siblings.index(turn.turn.id) + 1,
+            siblings=len(siblings),
+        )
+
+
+class _Reply:
+    """A reply on its way into the store."""
+
+    def __init__(self, store: ChatStore, begun: BegunTurn) -> None:
+        self._store = store
+        self.turn_id = begun.turn_id
+        self.tok_fp: bytes | None = None
+        self.text = ""
+        self.ids: list[int] = []
+        self.heard = False
+        """Whether the engine took the prompt: then the turn stays, with or without a reply."""
+        self.closed = False
+        self._saved_at: float | None = None
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Delta(text, ids):
+                self.text += text
+                self.ids += ids
+                self._save()
+            case Done():
+                state = "interrupted" if event.finish_reason == "cancelled" else "done"
+                usage = {**asdict(event.usage), "finish_reason": event.finish_reason}
+                self._store.finish_turn(
+                    self.turn_id, state, event.text, self.tok_fp, event.ids, event.sampled, usage
+                )
+                self.closed = True
+            case _:
+                pass
+
+    def close(self, state: Any) -> None:
+        """End with what there is: no closing ids, they are made when the conversation goes on."""
+        self.closed = True
+        spans = ((0, len(self.ids)),) if self.ids else ()
+        self._store.finish_turn(self.turn_id, state, self.text, self.tok_fp, self.ids, spans)
+
+    def _save(self) -> None:
+        now = monotonic()
+        if self.tok_fp is not None and (
+            self._saved_at is None or now - self._saved_at >= PARTIAL_S
+        ):
+            spans = ((0, len(self.ids)),)
+            self._store.save_partial(self.turn_id, self.text, self.tok_fp, self.ids, spans)
+            self._saved_at = monotonic()
+
+
+def _prompt(turn: TurnPath) -> str:
+    message = turn.message("user")
+    return "" if message is None else message.row.content
+
+
+def _checked(sampling: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what no engine would take."""
+    values = {
+        name: value for name, value in sampling.items() if name in SAMPLING and value is not None
+    }
+    if "stop" in values:
+        values["stop"] = tuple(values["stop"])
+    SamplingParams(**values)

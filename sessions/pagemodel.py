@@ -1,0 +1,72 @@
+"""The model that stored pages belong to: its name, the size of its rows, the root of its chains.
+
+Knows what `ModelSpec.identity` says. Knows no file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Mapping
+
+from chatkv.kv.keys import canonical_json, fingerprint, root_key
+from chatkv.kv.store import PageImage
+
+Identity = Mapping[str, object]
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class PageModel:
+    """One model under one salt.
+
+    Args:
+        identity: Fields of the fingerprint; of these, `layers`, `kv_heads`, `head_dim`,
+            `page_tokens` and `pool_dtype` say how large a page is.
+        codec: How rows are stored.
+        salt: Of the store.
+    """
+
+    def __init__(self, identity: Identity, codec: str, salt: bytes) -> None:
+        self.identity = identity
+        self.codec = codec
+        self.fp = fingerprint(identity)
+        """32 bytes."""
+        self.root = root_key(self.fp, salt)
+        """Parent key of the first page of every chain, 32 bytes."""
+        self.page_tokens = self._number("page_tokens")
+        """Slots of a full page."""
+        self.layers, self.kv_heads = self._number("layers"), self._number("kv_heads")
+        self.head_dim = self._number("head_dim")
+        item_bytes = ITEM_BYTES[str(identity["pool_dtype"])]
+        self.token_bytes = self.layers * 2 * self.kv_heads * self.head_dim * item_bytes
+        """What the rows of one token take."""
+
+    def register(self, db: sqlite3.Connection) -> None:
+        """Write down the model and its root. Inside the caller's transaction."""
+        numbers = (self.page_tokens, self.layers, self.kv_heads, self.head_dim)
+        db.execute(
+            "INSERT OR IGNORE INTO models VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                self.fp,
+                canonical_json(self.identity).decode(),
+                self.codec,
+                *numbers,
+                time.time_ns() // 1_000_000,
+            ),
+        )
+        db.execute("INSERT OR IGNORE INTO roots VALUES(?, ?, 'local')", (self.root, self.fp))
+
+    def check(self, image: PageImage) -> None:
+        """Refuse a page that could never be read again: a bug of the caller. Raises ValueError."""
+        if image.num_tokens > self.page_tokens:
+            raise ValueError(f"{image.num_tokens} tokens in a page of {self.page_tokens}.")
+        if len(image.payload) != self.token_bytes * image.num_tokens:
+            raise ValueError(
+                f"{len(image.payload)} bytes for {image.num_tokens} tokens of {self.token_bytes}."
+            )
+        if not image.key_fits:
+            raise ValueError(f"Key {image.key.hex()} is not that of its ids.")
+
+    def _number(self, name: str) -> int:
+        return int(str(self.identity[name]))

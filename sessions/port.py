@@ -1,0 +1,206 @@
+"""What a front sees of conversations and of the engine. Protocols and records only: no database, no
+torch.
+
+The screen, `ask` and the tests all talk to these; behind them stand the engine's child process, an
+engine in this process, or a scripted fake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from chatkv.events import Event, Ready, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class PathMessage:
+    """One message of the path that a request puts before the model."""
+
+    role: str
+    content: str
+    ids: tuple[int, ...] | None = None
+    """Stored ids, or None when they must be rendered."""
+    sampled: tuple[tuple[int, int], ...] = ()
+    """Spans of `ids` the model chose. A reply that ends in one was cut: its closing ids are still
+    to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One reply to make: the path from the system prompt to the user's new message."""
+
+    messages: Sequence[PathMessage]
+    sampling: Mapping[str, Any]
+    """Fields of `chatkv.sampling.SamplingParams`."""
+    spec: str | None = None
+    """Drafting for this reply only; None keeps the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """Where the engine is."""
+
+    phase: str = "absent"
+    """`absent`, `starting`, `loading`, `ready`, `prefill`, `generating`, `stopping` or `lost`."""
+    detail: str = ""
+    """What is being loaded, or why the engine was lost."""
+    done: int = 0
+    total: int = 0
+    ready: Ready | None = None
+
+
+class EnginePort(Protocol):
+    """An engine that answers one request at a time."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    def start(self) -> None:
+        """Begin loading and return at once; a lost engine is started again."""
+        ...
+
+    def watch(self, callback: Callable[[EngineState], None]) -> None:
+        """Call back on every change of state, from any thread."""
+        ...
+
+    def wait_ready(self, timeout_s: float | None = None) -> Ready:
+        """Block until requests are taken. Raises ModelError or EngineLost."""
+        ...
+
+    def generate(self, request: Request) -> Iterator[Event]:
+        """Yield Rendered, Prefill, Delta, then Done or Failed. Raises EngineLost."""
+        ...
+
+    def cancel(self) -> None:
+        """Ask the running reply to stop; its Done comes soon, with what there is."""
+        ...
+
+    def call(self, op: str, **args: Any) -> dict[str, Any]:
+        """A small question to the engine (`kv_stats`, `purge`), answered between replies."""
+        ...
+
+    def close(self) -> None:
+        """Let saved pages reach the disk (two seconds at most) and end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """One turn as the transcript shows it."""
+
+    id: int
+    number: int
+    """Depth on the path; the first prompt is 1."""
+    prompt: str
+    reply: str
+    state: str
+    """`open`, `done`, `interrupted` or `error`."""
+    created_at: int
+    """Unix milliseconds."""
+    usage: Usage | None = None
+    finish_reason: str = ""
+    seed: int | None = None
+    sibling: int = 1
+    siblings: int = 1
+    """This turn is sibling number `sibling` of `siblings`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRow:
+    """One line of the list of chats."""
+
+    id: str
+    name: str
+    fork: str
+    turns: int
+    tokens: int
+    updated_at: int
+    """Unix milliseconds."""
+    model: str = ""
+    forked_from: str | None = None
+    forked_at: int | None = None
+    """Number of the turn the fork shares with its parent last."""
+    match: str = ""
+    """The text around a search hit."""
+
+
+class ChatPort(Protocol):
+    """One open conversation. `send`, `again` and `edit` block: iterate them in a thread."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def fork_name(self) -> str: ...
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of the next turn; `set` changes them."""
+        ...
+
+    def turns(self) -> list[TurnView]: ...
+
+    def send(self, text: str) -> Iterator[Event]:
+        """Commit the prompt, then stream its reply. Raises UsageError on an empty prompt."""
+        ...
+
+    def again(self) -> Iterator[Event]:
+        """A sibling reply to the last prompt, with a new seed."""
+        ...
+
+    def edit(self, turn_id: int, text: str) -> Iterator[Event]:
+        """A sibling of that turn with another prompt."""
+        ...
+
+    def fork(self, turn_id: int | None = None, name: str = "") -> ChatPort:
+        """A new conversation that shares everything up to that turn, the last by default."""
+        ...
+
+    def select(self, turn_id: int) -> None:
+        """Make that turn's branch the open one (a sibling)."""
+        ...
+
+    def rename(self, name: str) -> None: ...
+
+    def set(self, key: str, value: Any) -> None:
+        """Change one sampling setting for the turns to come. Raises ConfigError."""
+        ...
+
+    def set_spec(self, mode: str) -> None:
+        """Change how the turns to come are drafted. Raises ConfigError."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop the running reply; what has arrived is kept. Safe to call at any time."""
+        ...
+
+
+class ChatsPort(Protocol):
+    """All stored conversations."""
+
+    def chats(self, query: str = "", *, limit: int = 200, trash: bool = False) -> list[ChatRow]: ...
+    def open(self, ref: str) -> ChatPort: ...
+    def new(self, name: str = "", *, system: str | None = None) -> ChatPort: ...
+    def rename(self, ref: str, name: str) -> None: ...
+    def trash(self, ref: str) -> None: ...
+    def restore(self, ref: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Watchers:
+    """Callbacks of an engine's state; shared by the implementations of EnginePort."""
+
+    state: EngineState = field(default_factory=EngineState)
+    callbacks: list[Callable[[EngineState], None]] = field(
+        default_factory=list[Callable[[EngineState], None]]
+    )
+
+    def move(self, state: EngineState) -> None:
+        """Set the state and tell everyone, if it changed."""
+        if state == self.state:
+            return
+        self.state = state
+        for callback in list(self.callbacks):
+            callback(state)

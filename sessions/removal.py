@@ -1,0 +1,154 @@
+"""Deleting a conversation (T8): what no other needs goes, what others share finds a new owner.
+
+Runs inside the caller's transaction. Knows the tree of turns and what `kv.db` has to be told; never
+opens `kv.db` itself.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sessions.columns import dump_json, pack_ids, unpack_ids
+from sessions.tree import load_turns, now_ms, path_ids, unindex
+
+_KEPT = """
+WITH RECURSIVE kept(id) AS (
+  SELECT head_turn_id FROM sessions WHERE id <> :s AND head_turn_id IS NOT NULL
+  UNION SELECT id FROM turns WHERE session_id <> :s
+  UNION SELECT t.parent_id FROM turns t JOIN kept k ON t.id = k.id WHERE t.parent_id IS NOT NULL)
+"""
+
+_NEW_OWNERS = """
+WITH RECURSIVE path(id, owner) AS (
+  SELECT head_turn_id, id FROM sessions WHERE id <> :s AND head_turn_id IS NOT NULL
+  UNION SELECT id, session_id FROM turns WHERE session_id <> :s
+  UNION SELECT t.parent_id, p.owner FROM turns t JOIN path p ON t.id = p.id
+  WHERE t.parent_id IS NOT NULL)
+UPDATE turns SET session_id = (SELECT min(owner) FROM path WHERE path.id = turns.id)
+WHERE session_id = :s
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Removed:
+    """The ids of one removed path, as they were put before the model."""
+
+    tok_fp: bytes
+    token_ids: tuple[int, ...]
+    ops: list[object]
+
+
+def remove_session(db: sqlite3.Connection, session_id: str) -> int:
+    """Delete a session and what only it needs. Returns the number of `purges` rows written."""
+    marks = {"s": session_id}
+    db.execute("UPDATE sessions SET head_turn_id = NULL WHERE id = :s", marks)
+    doomed = [
+        row[0]
+        for row in db.execute(
+            f"{_KEPT} SELECT id FROM turns WHERE session_id = :s"
+            " AND id NOT IN (SELECT id FROM kept) ORDER BY id",
+            marks,
+        )
+    ]
+    removed = _removed_paths(db, doomed)
+    for message_id, content in db.execute(
+        "SELECT id, content FROM messages WHERE turn_id IN (SELECT value FROM json_each(?))",
+        (dump_json(doomed),),
+    ).fetchall():
+        unindex(db, message_id, content)
+    db.execute(
+        f"{_KEPT} DELETE FROM turns WHERE session_id = :s AND id NOT IN (SELECT id FROM kept)",
+        marks,
+    )
+    db.execute(_NEW_OWNERS, marks)
+    db.execute(  # forks of a fork stay in their chat
+        "UPDATE sessions SET forked_from = (SELECT forked_from FROM sessions WHERE id = :s)"
+        " WHERE forked_from = :s",
+        marks,
+    )
+    db.execute("DELETE FROM sessions WHERE id = :s", marks)
+    return sum(_add_purge(db, path) for path in removed)
+
+
+def rebuild_index(db: sqlite3.Connection) -> None:
+    """Make the search index anew: deleting from it may leave words behind."""
+    db.execute("INSERT INTO messages_fts(messages_fts) VALUES('rebuild')")
+
+
+def _removed_paths(db: sqlite3.Connection, doomed: Sequence[int]) -> list[_Removed]:
+    """One entry for each removed leaf and tokenizer: all ids from the root on."""
+    parents = {
+        row[0]
+        for row in db.execute(
+            "SELECT parent_id FROM turns WHERE id IN (SELECT value FROM json_each(?))",
+            (dump_json(doomed),),
+        )
+    }
+    removed: list[_Removed] = []
+    for leaf in doomed:
+        if leaf in parents:
+            continue
+        path = load_turns(db, path_ids(db, leaf))
+        messages = [message for turn in path for message in turn.messages]
+        ops: list[object] = [forget.op for turn in path for forget in turn.forgets]
+        for tok_fp in sorted({r.tok_fp for message in messages for r in message.renders}):
+            ids: list[int] = []
+            for message in messages:
+                render = message.render(tok_fp)
+                if render is None:
+                    break  # the model never saw more of it under this tokenizer
+                ids += render.token_ids
+            if ids:
+                removed.append(_Removed(tok_fp, tuple(ids), ops))
+    return removed
+
+
+def _add_purge(db: sqlite3.Connection, path: _Removed) -> int:
+    """Write what `kv.db` must forget of `path`, if anything. Runs when the turns are gone."""
+    keep = _shared_tokens(db, path)
+    if keep == len(path.token_ids):
+        return 0
+    db.execute(
+        "INSERT INTO purges(tok_fp, token_ids, keep_tokens, ops, created_at) VALUES(?, ?, ?, ?, ?)",
+        (path.tok_fp, pack_ids(path.token_ids), keep, dump_json(path.ops), now_ms()),
+    )
+    return 1
+
+
+def _shared_tokens(db: sqlite3.Connection, path: _Removed) -> int:
+    """How many leading ids some other conversation still begins with.
+
+    Two chats with one system prompt share pages though no turn of theirs is shared. Purging those
+    would leave all other chats without the start of their chain.
+    """
+    best = 0
+    frontier = [(turn_id, 0) for (turn_id,) in db.execute("SELECT id FROM turns WHERE depth = 0")]
+    while frontier:
+        turn_id, offset = frontier.pop()
+        rows = db.execute(
+            "SELECT r.token_ids FROM messages m LEFT JOIN renders r"
+            " ON r.message_id = m.id AND r.tok_fp = ? WHERE m.turn_id = ? ORDER BY m.seq",
+            (path.tok_fp, turn_id),
+        ).fetchall()
+        complete = True
+        for (blob,) in rows:
+            ids = () if blob is None else unpack_ids(blob)
+            same = _common(ids, path.token_ids[offset : offset + len(ids)])
+            offset += same
+            complete = blob is not None and same == len(ids)
+            if not complete:
+                break
+        best = max(best, offset)
+        if complete:
+            children = db.execute("SELECT id FROM turns WHERE parent_id = ?", (turn_id,))
+            frontier += [(child, offset) for (child,) in children]
+    return best
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (mine, other) in enumerate(zip(left, right, strict=False)):
+        if mine != other:
+            return index
+    return min(len(left), len(right))

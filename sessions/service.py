@@ -1,0 +1,251 @@
+"""Answers requests with an engine: ids from the template, text from ids. No database but the page
+store.
+
+Runs where the engine runs: in the child process, or in this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any
+
+from chatkv.engine import Engine
+from chatkv.errors import ChatKVError, ContextFull, OutOfPages, UsageError
+from chatkv.events import Delta, Done, Event, Failed, MessageIds, Prefill, Ready, Rendered, Usage
+from chatkv.prefill import PrefillReport
+from chatkv.sampling import SamplingParams
+from chatkv.sequence import ReplyText, Sequence, spans_of
+from chatkv.spec.stats import DraftStats
+from sessions.pages import SqlitePageStore
+from sessions.port import PathMessage, Request
+
+RESERVE_TOKENS = 1024
+"""Longest reply when nobody says: this or a quarter of the context, whichever is less."""
+
+
+class EngineService:
+    """One engine and its tokenizer.
+
+    Args:
+        engine: Computes.
+        pages: The store behind the engine's saver, or None.
+        notice: One sentence the user should see once.
+    """
+
+    def __init__(
+        self, engine: Engine, pages: SqlitePageStore | None = None, *, notice: str = ""
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = engine.model.tokenizer
+        self.pages = pages
+        self.notice = notice
+        self._said = ""
+
+    def ready(self) -> Ready:
+        """What a front needs to know before its first request."""
+        model = self.engine.model
+        return Ready(
+            model=model.spec.name,
+            device="cpu",
+            backend=model.backend.name,
+            mode=model.backend.mode,
+            context_limit=self.engine.context_limit,
+            drafting=self.engine.config.spec,
+            tok_fp=self.tokenizer.tok_fp().hex(),
+            notice=self.notice,
+        )
+
+    def generate(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
+        """Yield Rendered, Prefill, Delta, then Done; Failed in place of an error."""
+        try:
+            yield from self._generate(request, cancelled)
+        except ChatKVError as error:
+            yield Failed(error.code, error.exit_code, error.message, error.hint)
+
+    def call(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Small questions: `kv_stats`, `explain_drafting`, `set_spec`, `purge`."""
+        match name:
+            case "kv_stats":
+                return self._kv_stats()
+            case "explain_drafting":
+                return {"text": self.engine.drafting.explain()}
+            case "set_spec":
+                self.engine.drafting.set_mode(str(args["mode"]))
+                return {"text": self.engine.drafting.explain()}
+            case "purge":
+                return {"pages": self._purge(list(args["ids"]), int(args["keep_tokens"]))}
+            case _:
+                raise UsageError(f"The engine knows no {name!r}.")
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _generate(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
+        rendered, tokens, sampled = self._render(request.messages)
+        params = self._params(request)
+        if len(tokens) + 1 > self.engine.context_limit:
+            new = len(rendered[-1].ids) if rendered else 0
+            raise ContextFull(
+                used=len(tokens) - new, needed=new + 1, limit=self.engine.context_limit
+            )
+        if rendered:
+            yield Rendered(tuple(rendered))
+        self.engine.drafting.set_mode(request.spec or self.engine.config.spec)
+        seq = self.engine.add(
+            tokens,
+            sampled,
+            params,
+            reply=ReplyText(self.tokenizer.stream(), params.stop),
+        )
+        yield from self._reply(seq, cancelled)
+
+    def _reply(self, seq: Sequence, cancelled: Callable[[], bool]) -> Iterator[Event]:
+        assert seq.reply is not None
+        engine, report = self.engine, PrefillReport()
+        begun = perf_counter()
+        total = seq.prompt_tokens
+        decode_ms = prompt_ms = 0.0
+        try:
+            for done in engine.prefill(seq, report):
+                if cancelled():
+                    seq.finish_reason = "cancelled"
+                    break
+                yield Prefill(report.reused, done, total)
+            prompt_ms = 1000 * (perf_counter() - begun)
+            if seq.num_generated:
+                yield Delta(seq.reply.take(), tuple(seq.tokens[total:]))
+            while not seq.finished:
+                started = perf_counter()
+                (tokens,) = engine.step([seq])
+                decode_ms += 1000 * (perf_counter() - started)
+                if cancelled() and not seq.finished:
+                    seq.finish_reason = "cancelled"
+                yield Delta(seq.reply.take(), tokens)
+        except OutOfPages:
+            if not seq.num_generated:
+                raise
+            seq.finish_reason = "context_full"
+        finally:
+            stats = engine.finish(seq)
+            if engine.saver is not None and self.pages is not None:
+                engine.saver.after_pages(self.pages.end_turn)
+        yield self._done(seq, report, stats, prompt_ms, decode_ms)
+
+    def _done(
+        self,
+        seq: Sequence,
+        report: PrefillReport,
+        stats: DraftStats,
+        prompt_ms: float,
+        decode_ms: float,
+    ) -> Done:
+        assert seq.reply is not None
+        assert seq.finish_reason is not None
+        seq.reply.finish()
+        ids = seq.tokens[seq.prompt_tokens :]
+        closing = self.tokenizer.closing_ids(bool(ids) and ids[-1] in self.tokenizer.eos_ids)
+        usage = Usage(
+            prompt_tokens=seq.prompt_tokens,
+            cached_tokens=report.reused,
+            prompt_n=report.computed,
+            prompt_ms=prompt_ms,
+            predicted_n=len(ids),
+            predicted_ms=decode_ms,
+            steps=stats.steps + 1 if ids else 0,
+            draft_n=stats.rows - stats.steps,
+            draft_n_accepted=stats.tokens - stats.steps,
+            restore_ms=report.restore_ms,
+            restored_pages=report.restored_pages,
+            reuse_reason=report.reason,
+            verified=report.verified,
+            context_limit=self.engine.context_limit,
+            context_used=len(seq.tokens) + len(closing),
+            pages_used=self.engine.pool.used,
+            pages_total=self.engine.pool.num_pages,
+        )
+        return Done(
+            finish_reason=seq.finish_reason,
+            text=seq.reply.text,
+            ids=(*ids, *closing),
+            sampled=spans_of(seq.sampled, seq.prompt_tokens),
+            usage=usage,
+            notice=self._notice(),
+        )
+
+    def _notice(self) -> str:
+        """What has to be said once about pages: not saved, damaged, made anew."""
+        said = [] if self.pages is None else self.pages.take_notices()
+        if self.engine.saver is not None and self.engine.saver.notice != self._said:
+            self._said = self.engine.saver.notice
+            said.append(self._said)
+        return " ".join(said)
+
+    def _params(self, request: Request) -> SamplingParams:
+        settings = dict(request.sampling)
+        settings["stop"] = tuple(settings.get("stop", ()))
+        if settings.get("max_tokens") is None:
+            settings["max_tokens"] = min(RESERVE_TOKENS, max(1, self.engine.context_limit // 4))
+        return SamplingParams(**settings)
+
+    def _render(
+        self, messages: list[PathMessage] | tuple[PathMessage, ...] | Any
+    ) -> tuple[list[MessageIds], list[int], list[bool]]:
+        """Ids of the whole path, and those that had to be made for it."""
+        made: list[MessageIds] = []
+        tokens: list[int] = []
+        sampled: list[bool] = []
+        system = messages[0].content if messages and messages[0].role == "system" else ""
+        for index, message in enumerate(messages):
+            ids, spans = self._message(index, message, system)
+            if message.ids is None or len(ids) != len(message.ids):
+                made.append(MessageIds(index, ids, spans))
+            flags = [False] * len(ids)
+            for start, stop in spans:
+                flags[start:stop] = [True] * (stop - start)
+            tokens += ids
+            sampled += flags
+        return made, tokens, sampled
+
+    def _message(
+        self, index: int, message: PathMessage, system: str
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Ids of one message, made if it has none, closed if it is a reply that was cut."""
+        tokenizer = self.tokenizer
+        if message.role == "system":
+            ids = message.ids if message.ids is not None else tokenizer.head_ids(system or None)
+            return tuple(ids), ()
+        if message.role == "user":
+            if message.ids is not None:
+                return tuple(message.ids), ()
+            return tuple(tokenizer.user_ids(message.content, index <= 1, system or None)), ()
+        ids = message.ids
+        if ids is None:
+            ids = tokenizer.encode(message.content, special=False)
+            return (*ids, *tokenizer.closing_ids(False)), ()
+        if not ids or (message.sampled and message.sampled[-1][1] == len(ids)):
+            ended = bool(ids) and ids[-1] in tokenizer.eos_ids
+            return (*ids, *tokenizer.closing_ids(ended)), message.sampled
+        return tuple(ids), message.sampled
+
+    def _purge(self, ids: list[int], keep_tokens: int) -> int:
+        """Remove the stored pages of a deleted path; 0 without a store. Raises StoreError."""
+        pages, saver = self.pages, self.engine.saver
+        self.engine.prefix.clear()
+        if pages is None or saver is None:
+            return 0
+        saver.flush(5.0)
+        return pages.purge(ids, keep_tokens)
+
+    def _kv_stats(self) -> dict[str, Any]:
+        pool, prefix = self.engine.pool, self.engine.prefix.stats()
+        return {
+            "pages_total": pool.num_pages,
+            "pages_used": pool.used,
+            "page_tokens": pool.page_size,
+            "page_bytes": pool.payload_bytes(pool.page_size),
+            "cached_pages": prefix.pages,
+            "evicted_pages": prefix.evicted,
+            "disk": None if self.pages is None else asdict(self.pages.stats()),
+        }
