@@ -1,0 +1,1 @@
+"""Measurements against peers in the same run. Not installed."""

@@ -1,0 +1,124 @@
+"""Time to the first token of a reopened conversation: stored pages against computing it again.
+
+    python -m benchmarks.reopen [--tokens 3000] [--rounds 3]
+
+Both ways run in this process on the same loaded model, in ABBA order, each with a fresh engine and
+an empty pool; the peer is our own fastest prefill. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from benchmarks.about import about
+from chatkv.config import EngineConfig
+from chatkv.engine import Engine
+from chatkv.events import Delta, Done
+from chatkv.models import catalog
+from chatkv.models.decoder import Decoder
+from sessions.chat import Chats
+from sessions.local import LocalEngine
+from sessions.pages import SqlitePageStore
+from sessions.service import EngineService
+from sessions.store import ChatStore
+
+TEXT = "The page holds sixteen tokens, and a fork copies at most fifteen of them. "
+
+
+class Program:
+    """A store, pages or none, and a fresh engine on a loaded model."""
+
+    def __init__(self, model: Decoder, folder: Path, kv: str | None) -> None:
+        identity = model.identity(model.page_size)
+        self.pages = (
+            None if kv is None else SqlitePageStore(folder / kv, identity, limit_bytes=4 << 30)
+        )
+        salt = b"" if self.pages is None else self.pages.salt
+        self.engine = LocalEngine(
+            EngineService(
+                Engine(
+                    model, EngineConfig(spec="none"), store=self.pages, salt=salt, costs={1: 8.0}
+                ),
+                self.pages,
+            )
+        )
+        self.engine.start()
+        self.store = ChatStore(folder / "chat.db")
+        sampling = {"temperature": 0.7, "seed": 5, "max_tokens": 48}
+        self.chats = Chats(self.store, self.engine, settings={"sampling": sampling})
+
+    def close(self) -> None:
+        """Pages reach the disk; files are closed."""
+        self.engine.close()
+        if self.pages is not None:
+            self.pages.close()
+        self.store.close()
+
+
+def first_token(program: Program, prompt: str) -> tuple[float, Done]:
+    """Milliseconds from send to the first token, and how the reply ended."""
+    chat = program.chats.open("@last").fork()
+    begun, first = perf_counter(), 0.0
+    for event in chat.send(prompt):
+        if isinstance(event, Delta) and not first:
+            first = 1000 * (perf_counter() - begun)
+        if isinstance(event, Done):
+            return first, event
+    raise RuntimeError("the reply did not end")
+
+
+def main() -> None:
+    """Build the conversation, then reopen it both ways."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    args = parser.parse_args()
+    model = Decoder.load(catalog.find(args.model))
+    about(model)
+    folder = Path(tempfile.mkdtemp(prefix="chatkv-bench-"))
+    folder.chmod(0o700)
+    try:
+        program = Program(model, folder, "kv.db")
+        chat = program.chats.new("long")
+        used = 0
+        while used < args.tokens:
+            text = TEXT * max(1, min(20, (args.tokens - used) // 20))
+            (*_, done) = chat.send(text + "Say it shorter.")
+            assert isinstance(done, Done), done
+            used = done.usage.context_used
+        program.close()
+        times: dict[str, list[float]] = {"stored": [], "computed": []}
+        shares = ""
+        for round_ in range(args.rounds):
+            order = ["stored", "computed", "computed", "stored"]
+            for way in order if round_ % 2 == 0 else reversed(order):
+                program = Program(model, folder, "kv.db" if way == "stored" else None)
+                ms, done = first_token(program, "And now?")
+                times[way].append(ms)
+                program.close()
+                usage = done.usage
+                if way == "stored":
+                    shares = (
+                        f"{usage.cached_tokens} of {usage.prompt_tokens} tokens reused, "
+                        f"{usage.restored_pages} pages, verified {usage.verified}, "
+                        f"restore {usage.restore_ms:.0f} ms"
+                    )
+        stored, computed = median(times["stored"]), median(times["computed"])
+        print(f"conversation of {used} tokens: {shares}")
+        print(f"first token, pages stored   {stored:8.1f} ms")
+        print(
+            f"first token, all computed   {computed:8.1f} ms ({1000 * used / computed:.0f} tok/s)"
+        )
+        print(f"ratio {computed / stored:.1f}")
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Scripted stand-ins for the engine and the conversations, behind the ports of `sessions.port`."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from chatkv.errors import ChatKVError, ConfigError, EngineLost, UnknownSession, UsageError
+from chatkv.events import Delta, Done, Event, MessageIds, Prefill, Ready, Rendered, Usage
+from sessions.port import ChatPort, ChatRow, EngineState, Request, TurnView, Watchers
+
+AT_MS = 1_714_564_800_000
+"""1 May 2024: old enough that the screen shows a month and a year."""
+
+READY = Ready(
+    model="SmolLM2-135M-Instruct", device="cpu", backend="cpu", mode="exact", context_limit=4096,
+    drafting="auto", tok_fp="00" * 32,
+)  # fmt: skip
+
+USAGE = Usage(
+    prompt_tokens=1904, cached_tokens=1848, prompt_n=56, prompt_ms=47.0, predicted_n=142,
+    predicted_ms=845.0, steps=42, draft_n=312, draft_n_accepted=100, context_limit=4096,
+    context_used=2046, pages_used=161, pages_total=256,
+)  # fmt: skip
+
+
+class FakeEngine:
+    """Moves between states when told to."""
+
+    def __init__(self, *, ready: bool = True) -> None:
+        self._watchers = Watchers()
+        self.failure: ChatKVError | None = None
+        self.starts = 0
+        self.closed = False
+        if ready:
+            self.become_ready()
+
+    @property
+    def state(self) -> EngineState:
+        return self._watchers.state
+
+    def start(self) -> None:
+        self.starts += 1
+        self._watchers.move(EngineState("starting"))
+
+    def watch(self, callback: Any) -> None:
+        self._watchers.callbacks.append(callback)
+
+    def move(self, phase: str, **fields: Any) -> None:
+        """Go into a state, telling the watchers from another thread, as the real client does."""
+        state = EngineState(phase, **fields)
+        thread = threading.Thread(target=self._watchers.move, args=(state,))
+        thread.start()
+        thread.join()
+
+    def become_ready(self) -> None:
+        self.move("ready", ready=READY)
+
+    def wait_ready(self, timeout_s: float | None = None) -> Ready:
+        if self.state.ready is not None and self.state.phase != "lost":
+            return self.state.ready
+        raise self.failure or EngineLost(
+            f"The engine process ended ({self.state.detail}).", hint="The conversation is saved."
+        )
+
+    def generate(self, request: Request) -> Iterator[Event]:
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        raise NotImplementedError
+
+    def call(self, op: str, **args: Any) -> dict[str, Any]:
+        return {"pages_used": 161, "pages_total": 256}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass(slots=True)
+class Script:
+    """What the running reply says next. Strings become deltas; the rest is told by methods."""
+
+    items: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+
+    def say(self, *texts: str) -> None:
+        for text in texts:
+            self.items.put(text)
+
+    def event(self, event: Event) -> None:
+        self.items.put(event)
+
+    def finish(self, reason: str = "stop", *, text: str | None = None, notice: str = "") -> None:
+        self.items.put(Done(reason, text or "", (), (), USAGE, notice))
+
+    def fail(self, error: ChatKVError) -> None:
+        self.items.put(error)
+
+
+@dataclass(slots=True)
+class FakeTurn:
+    id: int
+    parent: int
+    prompt: str
+    reply: str = ""
+    state: str = "open"
+    usage: Usage | None = None
+    finish_reason: str = ""
+    seed: int = 7
+
+
+@dataclass(frozen=True, slots=True)
+class FakeTurnView(TurnView):
+    sibling_ids: tuple[int, ...] = ()
+
+
+class FakeChats:
+    """Conversations in memory. Replies come from `script`, or at once from `auto`."""
+
+    def __init__(self, *, auto: str | None = None) -> None:
+        self.script = Script()
+        self.auto = auto
+        self.turns: dict[int, FakeTurn] = {}
+        self.rows: dict[str, ChatRow] = {}
+        self.heads: dict[str, int] = {}
+        self.trashed: set[str] = set()
+        self.calls: list[str] = []
+        self.queries: list[str] = []
+        self.error: ChatKVError | None = None
+        """Raised by the next call that may fail."""
+        self._ids = itertools.count(1)
+
+    def add(self, name: str, *turns: tuple[str, str], **fields: Any) -> FakeChat:
+        """A stored conversation."""
+        chat = FakeChat(self, self._row(name, **fields).id)
+        for prompt, reply in turns:
+            turn = self.begin(chat.id, self.heads[chat.id], prompt)
+            turn.reply, turn.state, turn.usage = reply, "done", USAGE
+        return chat
+
+    def _row(self, name: str, **fields: Any) -> ChatRow:
+        chat_id = f"chat{len(self.rows):04}"
+        row = ChatRow(chat_id, name, "main", 0, 0, AT_MS, READY.model)
+        self.rows[chat_id] = replace(row, **fields)
+        self.heads[chat_id] = 0
+        return self.rows[chat_id]
+
+    def begin(self, chat_id: str, parent: int, prompt: str) -> FakeTurn:
+        turn = FakeTurn(next(self._ids), parent, prompt)
+        self.turns[turn.id] = turn
+        self.heads[chat_id] = turn.id
+        return turn
+
+    def path(self, chat_id: str) -> list[FakeTurn]:
+        path: list[FakeTurn] = []
+        turn_id = self.heads[chat_id]
+        while turn_id:
+            path.insert(0, self.turns[turn_id])
+            turn_id = self.turns[turn_id].parent
+        return path
+
+    def check(self, call: str) -> None:
+        self.calls.append(call)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def chats(self, query: str = "", *, limit: int = 200, trash: bool = False) -> list[ChatRow]:
+        self.queries.append(query)
+        self.check("chats")
+        rows = []
+        for row in reversed(self.rows.values()):
+            path = self.path(row.id)
+            hit = next((t.prompt for t in path if query.lower() in t.prompt.lower()), "")
+            shown = (row.id in self.trashed) == trash
+            if shown and (not query or hit or query in row.name):
+                match = hit if query else ""
+                rows.append(replace(row, turns=len(path), tokens=190 * len(path), match=match))
+        return rows[:limit]
+
+    def open(self, ref: str) -> FakeChat:
+        self.check(f"open {ref}")
+        for row in self.rows.values():
+            if ref in (row.id, row.name):
+                return FakeChat(self, row.id)
+        raise UnknownSession(f"There is no chat {ref!r}.", hint="F2 lists them.")
+
+    def new(self, name: str = "", *, system: str | None = None) -> FakeChat:
+        self.check(f"new {name}".strip())
+        return FakeChat(self, "", name)
+
+    def rename(self, ref: str, name: str) -> None:
+        self.check(f"rename {ref} {name}")
+        self.rows[ref] = replace(self.rows[ref], name=name)
+
+    def trash(self, ref: str) -> None:
+        self.check(f"trash {ref}")
+        self.trashed.add(ref)
+
+    def restore(self, ref: str) -> None:
+        self.check(f"restore {ref}")
+        self.trashed.discard(ref)
+
+
+class FakeChat:
+    """An open conversation of `FakeChats`."""
+
+    def __init__(self, chats: FakeChats, chat_id: str, name: str = "") -> None:
+        self._chats, self._id, self._new_name = chats, chat_id, name
+        self._sampling: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}
+        self._cancelled = threading.Event()
+        self.spec = "auto"
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def name(self) -> str:
+        if not self._id:
+            return self._new_name
+        path = self._chats.path(self._id)
+        return self._chats.rows[self._id].name or (path[0].prompt[:60] if path else "")
+
+    @property
+    def fork_name(self) -> str:
+        return self._chats.rows[self._id].fork if self._id else "main"
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return dict(self._sampling)
+
+    def turns(self) -> list[TurnView]:
+        path = self._chats.path(self._id) if self._id else []
+        return [self._view(turn, number) for number, turn in enumerate(path, 1)]
+
+    def _view(self, turn: FakeTurn, number: int) -> TurnView:
+        ids = tuple(t.id for t in self._chats.turns.values() if t.parent == turn.parent)
+        if number == 1:
+            ids = tuple(i for i in ids if i == turn.id or turn.parent)
+        return FakeTurnView(
+            turn.id, number, turn.prompt, turn.reply, turn.state, AT_MS, turn.usage,
+            turn.finish_reason, turn.seed, ids.index(turn.id) + 1, len(ids), ids,
+        )  # fmt: skip
+
+    def send(self, text: str) -> Iterator[Event]:
+        self._chats.check(f"send {text[:40]}")
+        if not self._id:
+            self._id = self._chats._row(self._new_name).id
+        yield from self._run(self._chats.heads[self._id], text)
+
+    def again(self) -> Iterator[Event]:
+        self._chats.check("again")
+        last = self._chats.path(self._id)[-1]
+        yield from self._run(last.parent, last.prompt)
+
+    def edit(self, turn_id: int, text: str) -> Iterator[Event]:
+        self._chats.check(f"edit {turn_id} {text[:40]}")
+        yield from self._run(self._chats.turns[turn_id].parent, text)
+
+    def _run(self, parent: int, text: str) -> Iterator[Event]:
+        turn = self._chats.begin(self._id, parent, text)
+        self._cancelled.clear()
+        yield Rendered((MessageIds(0, (1, 2), ()),))
+        yield Prefill(1848, 1904, 1904)
+        try:
+            for event in self._events(turn):
+                if isinstance(event, Done):
+                    done = replace(event, text=event.text or turn.reply)
+                    turn.reply, turn.usage = done.text, done.usage
+                    turn.finish_reason = done.finish_reason
+                    turn.state = "interrupted" if done.finish_reason == "cancelled" else "done"
+                    yield done
+                    return
+                yield event
+        finally:
+            if turn.state == "open":
+                turn.state = "interrupted" if turn.reply else "error"
+                if not turn.reply:
+                    self._chats.heads[self._id] = turn.parent
+
+    def _events(self, turn: FakeTurn) -> Iterator[Event]:
+        if self._chats.auto is not None:
+            self._chats.script.say(*self._chats.auto.splitlines(keepends=True))
+            self._chats.script.finish()
+        while True:
+            if self._cancelled.is_set():
+                yield Done("cancelled", turn.reply, (), (), USAGE)
+            try:
+                item = self._chats.script.items.get(timeout=0.01)
+            except queue.Empty:
+                continue
+            if isinstance(item, ChatKVError):
+                raise item
+            if isinstance(item, str):
+                turn.reply += item
+                item = Delta(item, (1, 2, 3))
+            yield item
+
+    def fork(self, turn_id: int | None = None, name: str = "") -> ChatPort:
+        self._chats.check(f"fork {turn_id} {name}".strip())
+        path = self._chats.path(self._id)
+        at = turn_id or path[-1].id
+        number = next(i for i, turn in enumerate(path, 1) if turn.id == at)
+        fork = name or f"fork-{len(self._chats.rows)}"
+        row = self._chats._row(self.name, fork=fork, forked_from=self._id, forked_at=number)
+        self._chats.heads[row.id] = at
+        return FakeChat(self._chats, row.id)
+
+    def select(self, turn_id: int) -> None:
+        self._chats.check(f"select {turn_id}")
+        self._chats.heads[self._id] = turn_id
+
+    def rename(self, name: str) -> None:
+        self._chats.rename(self._id, name)
+
+    def set(self, key: str, value: Any) -> None:
+        if key not in ("temperature", "top_p", "seed", "max_tokens"):
+            raise ConfigError(f"There is no sampling setting {key!r}.", hint="Use temperature.")
+        self._sampling[key] = value
+
+    def set_spec(self, mode: str) -> None:
+        if mode not in ("none", "auto"):
+            raise UsageError(f"There is no drafting mode {mode!r}.")
+        self.spec = mode
+
+    def cancel(self) -> None:
+        self._chats.calls.append("cancel")
+        self._cancelled.set()

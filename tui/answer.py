@@ -1,0 +1,142 @@
+"""One reply as a command sees it: events in, text and the JSON of the reply out.
+
+Knows the ports and the event records. The field names are those of the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from chatkv.errors import ChatKVError, EngineLost
+from chatkv.events import Done, Event, Failed, Usage
+from sessions.port import ChatPort, TurnView
+
+
+def play(events: Iterator[Event], on_event: Callable[[Event], None]) -> Done:
+    """Hand each event on and return the last one.
+
+    Raises:
+        ChatKVError: The reply ended in an error; with that error's code and exit status.
+    """
+    with _closing(events):
+        for event in events:
+            on_event(event)
+            if isinstance(event, Done):
+                return event
+            if isinstance(event, Failed):
+                raise error_of(event)
+    raise EngineLost("The reply ended without a last word.", hint="What arrived is saved.")
+
+
+@contextmanager
+def _closing(events: Iterator[Event]) -> Iterator[None]:
+    """Close a stream that is left early, so that the reply is stopped and its partial saved."""
+    try:
+        yield
+    finally:
+        if isinstance(events, Generator):
+            events.close()
+
+
+def error_of(failed: Failed) -> ChatKVError:
+    """The error an engine told of, with its own code and exit status."""
+    error = ChatKVError(failed.message, hint=failed.hint)
+    error.code, error.exit_code = failed.code, failed.exit
+    return error
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """`usage`, `timings` and `reuse` of one reply."""
+    return {
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.predicted_n,
+            "total_tokens": usage.prompt_tokens + usage.predicted_n,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": usage.draft_n_accepted,
+                "rejected_prediction_tokens": usage.draft_n - usage.draft_n_accepted,
+            },
+        },
+        "timings": {
+            "prompt_n": usage.prompt_n,
+            "prompt_ms": round(usage.prompt_ms, 3),
+            "predicted_n": usage.predicted_n,
+            "predicted_ms": round(usage.predicted_ms, 3),
+            "predicted_per_second": round(usage.tokens_per_second, 2),
+            "draft_n": usage.draft_n,
+            "draft_n_accepted": usage.draft_n_accepted,
+            "steps": usage.steps,
+            "restore_ms": round(usage.restore_ms, 3),
+        },
+        "reuse": {
+            "tokens": usage.cached_tokens,
+            "reason": usage.reuse_reason,
+            "restored_pages": usage.restored_pages,
+            "verified": usage.verified,
+        },
+    }
+
+
+def reply_json(chat: ChatPort, done: Done, *, model: str, saved: bool = True) -> dict[str, Any]:
+    """The object `ask --json` prints.
+
+    Args:
+        chat: The conversation the reply was given in; its last turn is this one.
+        done: The end of the reply.
+        model: Name of the model.
+        saved: False for an ephemeral chat, which no id can find again.
+    """
+    turns = chat.turns()
+    turn = turns[-1] if turns else None
+    limit = done.usage.context_limit
+    return {
+        "session": chat.id if saved else None,
+        "name": chat.name,
+        "fork": chat.fork_name,
+        "turn": turn.number if turn else None,
+        "text": done.text,
+        "finish_reason": done.finish_reason,
+        "seed": turn.seed if turn else None,
+        "model": model,
+        **usage_json(done.usage),
+        "context": {
+            "limit": limit,
+            "used": done.usage.context_used,
+            "reserved": chat.sampling.get("max_tokens") or min(1024, limit // 4),
+            "missing": [],
+            "why": {},
+        },
+    }
+
+
+def turn_json(turn: TurnView) -> dict[str, Any]:
+    """One turn of `show --json`."""
+    return {
+        "turn": turn.number,
+        "prompt": turn.prompt,
+        "text": turn.reply,
+        "state": turn.state,
+        "finish_reason": turn.finish_reason or None,
+        "seed": turn.seed,
+        "created_at": turn.created_at,
+        "sibling": turn.sibling,
+        "siblings": turn.siblings,
+        **(usage_json(turn.usage) if turn.usage else {}),
+    }
+
+
+def summary(done: Done) -> str:
+    """The numbers of a reply in one line."""
+    usage = done.usage
+    parts = [
+        f"{usage.predicted_n} tok",
+        f"{usage.tokens_per_second:.0f} tok/s",
+        f"reused {usage.cached_tokens} of {usage.prompt_tokens}",
+        f"{usage.tokens_per_step:.1f} tok/step",
+    ]
+    if done.finish_reason != "stop":
+        parts.append(done.finish_reason.replace("_", " "))
+    return " · ".join(parts)

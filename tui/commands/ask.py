@@ -1,0 +1,115 @@
+"""`chatkv ask`: one prompt, one reply, for people and for scripts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from chatkv.errors import EngineLost, TimedOut, UsageError
+from chatkv.events import Event
+from tui import answer, output, prompt_text, wiring
+from tui.command import (
+    FILE,
+    TEXT,
+    ForkCommand,
+    Globals,
+    flags_of,
+    json_option,
+    resume_options,
+    sampling_options,
+)
+from tui.conversation import check_resume, open_chat
+from tui.interrupts import TIMEOUT, Interrupts, Stopped
+from tui.loading import show_loading
+from tui.printers import printer
+
+
+@click.command(cls=ForkCommand, short_help="Ask once and print the reply.")
+@click.argument("prompt", required=False, type=TEXT)
+@sampling_options
+@resume_options
+@click.option("-r", "--resume", metavar="ID", type=TEXT, help="Continue this chat.")
+@click.option("-f", "--file", "files", type=FILE, multiple=True, help="A file to put behind it.")
+@json_option
+@click.option("--jsonl", is_flag=True, help="One event a line.")
+@click.option("--raw", is_flag=True, help="The exact text, on a terminal too.")
+@click.option("-x", "--extract", is_flag=True, help="Only the last code block of the reply.")
+@click.option("--stop", multiple=True, type=TEXT, metavar="S", help="A text that ends the reply.")
+@click.option("--max-tokens", metavar="N", help="Most tokens of the reply.")
+@click.option("--seed", metavar="N", help="Seed of the sampling noise.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Seconds until the reply is stopped.",
+)
+@click.pass_obj
+def ask(
+    found: Globals,
+    prompt: str | None,
+    system: str | None,
+    options: tuple[tuple[str, str], ...],
+    ephemeral: bool,
+    newest: bool,
+    fork: str | None,
+    resume: str | None,
+    files: tuple[Path, ...],
+    timeout: float | None,
+    as_json: bool,
+    jsonl: bool,
+    raw: bool,
+    extract: bool,
+    **flags: Any,
+) -> int:
+    """Ask PROMPT and print the reply; - is stdin.
+
+    What is piped in follows PROMPT after a blank line, then the files. The chat is saved and can be
+    continued with -c, unless --ephemeral.
+    """
+    if as_json + jsonl + raw + extract > 1:
+        raise UsageError("Only one of --json, --jsonl, --raw and -x can be used.")
+    ref = check_resume(newest, resume, ephemeral=ephemeral, system=system, fork=fork)
+    settings = found.settings(flags_of(options, **flags))
+    form = printer(as_json=as_json, jsonl=jsonl, raw=raw, extract=extract)
+    text = prompt_text.assemble(prompt, files)
+    chat = done = None
+    interrupts = Interrupts(timeout)
+    try:
+        with (
+            interrupts,
+            wiring.open_workspace(settings, ephemeral=ephemeral, resume=ref) as work,
+        ):
+            show_loading(work.engine, found)
+            work.start()
+            chat = open_chat(work, ref, system=system, fork=fork)
+            interrupts.guard(chat.cancel, lambda: work.replying)
+
+            def pass_on(event: Event) -> None:
+                interrupts.remind()
+                form.event(event, chat)
+
+            done = answer.play(chat.send(text), pass_on)
+            if interrupts.exit_code != TIMEOUT:
+                form.end(chat, done, model=work.model_name, saved=not ephemeral)
+    except (Stopped, EngineLost):
+        if not interrupts.exit_code:
+            raise
+        if interrupts.exit_code != TIMEOUT:
+            raise Stopped(interrupts.exit_code) from None
+    finally:
+        form.finish()
+    if interrupts.exit_code == TIMEOUT:
+        raise TimedOut(
+            f"The reply was stopped after {timeout:g} s.",
+            hint=f"What arrived is saved: chatkv show {chat.id}"
+            if chat and chat.id and not ephemeral
+            else "",
+        )
+    if done is not None and done.notice:
+        found.note(done.notice)
+    if done is not None and output.is_terminal(sys.stderr) and not (as_json or jsonl):
+        found.note(answer.summary(done))
+    return interrupts.exit_code

@@ -1,0 +1,30 @@
+"""`chatkv doctor`: is everything here that a chat needs? One row a check."""
+
+from __future__ import annotations
+
+import click
+
+from tui import output
+from tui.command import Command, Globals, json_option
+from tui.health import MARKS, Check, checks
+
+
+@click.command(cls=Command, short_help="Check this installation.")
+@click.option("--load", is_flag=True, help="Load the model for real.")
+@json_option
+@click.pass_obj
+def doctor(found: Globals, load: bool, as_json: bool) -> int:
+    """Check Python, packages, model, stores and, with --load, the engine.
+
+    Exit status 1 if a check fails; a warning is none.
+    """
+    rows: list[Check] = []
+    for check in checks(found, load=load):
+        rows.append(check)
+        if not as_json:
+            output.line(f"{MARKS[check.status]:4}  {check.name:13}  {check.detail}")
+            if check.hint:
+                output.line(f"{'':21}{check.hint}")
+    if as_json:
+        output.write_json({"checks": [check.to_json() for check in rows]})
+    return 1 if any(check.status == "fail" for check in rows) else 0

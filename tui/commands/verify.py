@@ -1,0 +1,90 @@
+"""`chatkv verify`: plays prompts plain and drafted, and compares the token ids."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tui import output
+from tui.command import FILE, Command, Globals, json_option
+
+DIFFERENT = 7
+"""Exit status when an expectation failed."""
+
+
+class Numbers(click.ParamType):
+    """`0,0.7,1`."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(float(part) for part in value.split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(0 <= number < float("inf") for number in numbers):
+            self.fail(f"{value!r} is no list of temperatures such as 0,0.7,1.", param, ctx)
+        return numbers
+
+
+@click.command(cls=Command, short_help="Prove that drafting changes no token.")
+@click.option("--prompts", type=FILE, multiple=True, metavar="PATH", help="JSONL file or folder.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N conversations.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--temperature", "temperatures", type=Numbers(), default="0,0.7,1", show_default=True)
+@click.option("--drafters", default="ngram,random", show_default=True, metavar="A,..")
+@click.option("-m", "--model", metavar="MODEL", help="Catalogue name or a .gguf.")
+@click.option("--threads", metavar="N", help="CPU threads.")
+@json_option
+@click.pass_obj
+def verify(
+    found: Globals,
+    prompts: tuple[Path, ...],
+    limit: int | None,
+    max_tokens: int,
+    temperatures: tuple[float, ...],
+    drafters: str,
+    model: str | None,
+    threads: str | None,
+    as_json: bool,
+) -> int:
+    """Play prompts with drafting off and on, for each drafter and temperature, and compare ids.
+
+    Each line of a prompt file is an object with `turns`, played in order. Exit status 7 unless no
+    reply differs and something was drafted.
+    """
+    settings = found.settings({"model": model, "threads": threads, "spec.drafters": drafters})
+    from chatkv.models import catalog
+
+    file = catalog.find(settings["model"])
+    from sessions.verify import verify_prompts  # loads torch, here in this process
+
+    def progress(text: str) -> None:
+        if output.is_terminal(sys.stderr):
+            found.note(text)
+
+    report = verify_prompts(
+        file,
+        list(prompts),
+        limit=limit,
+        max_tokens=max_tokens,
+        temperatures=temperatures,
+        drafters=settings["spec.drafters"],
+        threads=settings["threads"],
+        progress=progress,
+    )
+    if as_json:
+        output.write_json(report)
+    else:
+        for text in output.columns([[key, str(value)] for key, value in report.items()]):
+            output.line(text)
+    if report["different"]:
+        found.note(f"{report['different']} replies differ: drafting changed the text.")
+    elif not report["drafted_steps"]:
+        found.note("Nothing was drafted, so nothing is proved. Use more tokens or other drafters.")
+    return DIFFERENT if report["different"] or not report["drafted_steps"] else 0

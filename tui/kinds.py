@@ -1,0 +1,116 @@
+"""How the value of a setting is read: from text (a flag, the environment) or from a TOML value.
+
+Each reader returns the value or raises ValueError with what it wants. Knows no names of settings.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from chatkv.config import SPEC_MODES
+
+
+def text(raw: Any) -> str:
+    """Text that is not blank."""
+    if not isinstance(raw, str) or not raw.strip():
+        raise ValueError("must be text")
+    return raw
+
+
+def whole(low: int, high: int = 2**63 - 1) -> Callable[[Any], int]:
+    """A whole number from `low` to `high`."""
+    wants = f"must be a whole number of {low} or more"
+
+    def read(raw: Any) -> int:
+        if isinstance(raw, bool | float) or not isinstance(raw, int | str):
+            raise ValueError(wants)
+        try:
+            value = int(raw)
+        except ValueError:
+            raise ValueError(wants) from None
+        if not low <= value <= high:
+            raise ValueError(wants)
+        return value
+
+    return read
+
+
+def number(low: float, high: float = math.inf, *, open_low: bool = False) -> Callable[[Any], float]:
+    """A finite number from `low` (or above it) to `high`."""
+    above = f"above {low:g}" if open_low else f"of {low:g} or more"
+    wants = f"must be a number {above}" + ("" if high == math.inf else f", up to {high:g}")
+
+    def read(raw: Any) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+            raise ValueError(wants)
+        try:
+            value = float(raw)
+        except ValueError:
+            raise ValueError(wants) from None
+        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            raise ValueError(wants)
+        return value
+
+    return read
+
+
+def yes_no(raw: Any) -> bool:
+    """True or false, also as yes, no, 1, 0."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    value = raw if isinstance(raw, bool) else words.get(str(raw).lower())
+    if value is None:
+        raise ValueError("must be true or false")
+    return value
+
+
+def one_of(*names: str) -> Callable[[Any], str]:
+    """One of these names."""
+
+    def read(raw: Any) -> str:
+        if raw not in names:
+            raise ValueError(f"must be {' or '.join(names)}")
+        return raw
+
+    return read
+
+
+def mode(raw: Any) -> str:
+    """A drafting mode."""
+    if not isinstance(raw, str) or not SPEC_MODES.fullmatch(raw):
+        raise ValueError("must be none, auto, chain:N or tree:N")
+    return raw
+
+
+def names(raw: Any) -> tuple[str, ...]:
+    """A list of names; in text with commas between."""
+    parts = [part.strip() for part in raw.split(",")] if isinstance(raw, str) else raw
+    if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p for p in parts):
+        raise ValueError("must be a list of names")
+    return tuple(parts)
+
+
+def texts(raw: Any) -> tuple[str, ...]:
+    """A list of texts, each as it stands."""
+    parts = [raw] if isinstance(raw, str) else raw
+    if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p for p in parts):
+        raise ValueError("must be a list of texts")
+    return tuple(parts)
+
+
+def size(raw: Any) -> int:
+    """Bytes, also as `4GiB`."""
+    units = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(raw).lower())
+    if isinstance(raw, bool) or not match or match[2] not in units:
+        raise ValueError('must be a size such as "4GiB"')
+    return int(float(match[1]) * units[match[2]])
+
+
+def bindings(raw: Any) -> dict[str, str]:
+    """Keys of actions."""
+    if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
+        raise ValueError('must be a table such as "chat.stop" = "escape,ctrl+x"')
+    return dict(raw)

@@ -1,0 +1,190 @@
+"""The chat without a screen: prompt, streamed text, nothing that moves the cursor.
+
+The way in for screen readers, dumb terminals and scripts of one line a turn. Knows the ports;
+replies go to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from chatkv.errors import ChatKVError, UsageError
+from chatkv.events import Done, Event
+from sessions.port import ChatPort
+from tui import actions, answer, output, prompt_text, schema, slash
+from tui.command import Globals
+from tui.conversation import demand, find_turn, set_spec
+from tui.interrupts import Interrupts, Stopped
+from tui.printers import TextPrinter
+from tui.slash import Slash
+from tui.wiring import Workspace
+
+
+class Leave(Exception):
+    """Ends the loop."""
+
+
+class PlainChat:
+    """Reads prompts, prints replies.
+
+    Args:
+        work: Stores, engine and conversations, opened.
+        chat: The conversation to begin with.
+        found: The global options.
+    """
+
+    def __init__(self, work: Workspace, chat: ChatPort, found: Globals) -> None:
+        self._work, self._chat, self._found = work, chat, found
+        self._interactive = output.is_terminal(sys.stdin)
+        self._last: Done | None = None
+
+    def run(self, first: str | None = None) -> int:
+        """Chat until the input ends. Returns the exit status."""
+        if self._interactive:
+            self._found.note(
+                f"{self._chat.name or 'new chat'} · /help lists commands, /exit leaves"
+            )
+        try:
+            for text in self._inputs(first):
+                code = self._guarded(text)
+                if code:
+                    return code
+        except Leave:
+            pass
+        return 0
+
+    def _guarded(self, text: str) -> int:
+        """One input; an error is shown and, for a person, not the end."""
+        try:
+            return self._take(text)
+        except ChatKVError as error:
+            if not self._interactive:
+                raise
+            output.write_error(error, as_json=False)
+            return 0
+
+    def _inputs(self, first: str | None) -> Iterator[str]:
+        if first is not None:
+            yield first
+        while (line := self._read("> ")) is not None:
+            if line.strip():
+                yield line
+
+    def _read(self, prompt: str) -> str | None:
+        if not self._interactive:
+            row = sys.stdin.buffer.readline()
+            return prompt_text.decode(row, "stdin").rstrip("\r\n") if row else None
+        import readline  # noqa: F401 - line editing and history for input()
+
+        warned = False
+        while True:
+            try:
+                return prompt_text.readable(input(prompt))
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                if warned:
+                    raise
+                warned = True
+                output.note("\nAgain to leave, or /exit.")
+
+    def _take(self, text: str) -> int:
+        parsed = slash.parse(text)
+        if isinstance(parsed, str):
+            return self._reply(lambda: self._chat.send(parsed))
+        return getattr(self, f"_do_{parsed.name}")(parsed) or 0
+
+    def _reply(self, begin: Callable[[], Iterator[Event]]) -> int:
+        """Print one reply. Ctrl-C ends the reply; for a script, and on TERM, the chat too."""
+        form = TextPrinter()
+        with Interrupts() as interrupts:
+            chat, work = self._chat, self._work
+            interrupts.guard(chat.cancel, lambda: work.replying)
+
+            def pass_on(event: Event) -> None:
+                interrupts.remind()
+                form.event(event, chat)
+
+            try:
+                self._last = answer.play(begin(), pass_on)
+                if self._last.notice:
+                    self._found.note(self._last.notice)
+            except Stopped:
+                self._last = None
+            finally:
+                form.finish()
+                if not output.is_terminal(sys.stdout):
+                    output.write("\n", exact=True)  # one line at least between two replies
+        if self._last is not None and output.is_terminal(sys.stderr):
+            self._found.note(answer.summary(self._last))
+        stays = interrupts.exit_code == 130 and self._interactive
+        return 0 if stays else interrupts.exit_code
+
+    def _do_help(self, _: Slash) -> None:
+        rows = [[command.usage, command.help] for command in actions.COMMANDS]
+        for text in output.columns(rows):
+            output.note(text)
+
+    def _do_new(self, line: Slash) -> None:
+        self._go(self._work.chats.new(line.rest))
+
+    def _do_open(self, line: Slash) -> None:
+        if not line.rest:
+            raise UsageError("/open needs a name or an id.", hint="chatkv list shows them.")
+        self._go(self._work.chats.open(line.rest))
+        turns = self._chat.turns()
+        if turns:
+            output.note(f"last prompt: {output.shorten(turns[-1].prompt, 70)}")
+
+    def _do_rename(self, line: Slash) -> None:
+        if not line.rest:
+            raise UsageError("/rename needs a name.")
+        self._chat.rename(line.rest)
+
+    def _do_fork(self, line: Slash) -> None:
+        number, name = slash.turn_and_name(line)
+        turn = None if number is None else find_turn(self._chat, number).id
+        self._go(self._chat.fork(turn, name))
+
+    def _do_again(self, _: Slash) -> int:
+        if self._chat.sampling.get("temperature") == 0:
+            raise UsageError(
+                "At temperature 0 every reply is the same.", hint="Try: /set temperature 0.7"
+            )
+        return self._reply(self._chat.again)
+
+    def _do_edit(self, line: Slash) -> int:
+        turn = find_turn(self._chat, line.rest or -1)
+        output.note(f"was: {turn.prompt}\nThe next line takes its place.")
+        text = self._read("edit> ")
+        return self._reply(lambda: self._chat.edit(turn.id, text)) if text else 0
+
+    def _do_set(self, line: Slash) -> None:
+        name, _, value = line.rest.partition(" ")
+        if not name:
+            for key, setting in self._chat.sampling.items():
+                output.note(f"{key} {setting}")
+            return
+        key = schema.key_of(name)
+        self._chat.set(key.removeprefix("sampling."), schema.read(key, value.strip()))
+
+    def _do_spec(self, line: Slash) -> None:
+        set_spec(self._chat, schema.read("spec.mode", line.rest))
+
+    def _do_stats(self, _: Slash) -> None:
+        output.note(answer.summary(self._last) if self._last else "No reply yet.")
+
+    def _do_copy(self, line: Slash) -> None:
+        output.line(find_turn(self._chat, line.rest or -1).reply)
+
+    def _do_restart(self, _: Slash) -> None:
+        self._work.engine.start()
+
+    def _do_exit(self, _: Slash) -> None:
+        raise Leave
+
+    def _go(self, chat: ChatPort) -> None:
+        demand(self._work, chat)
+        self._chat, self._last = chat, None
+        output.note(f"{chat.name or 'new chat'} ({chat.fork_name})")

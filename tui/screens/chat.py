@@ -1,0 +1,342 @@
+"""What one can do in a chat, by key, palette or slash command. Knows ports; draws nothing."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+from textual import on, work
+
+from chatkv.errors import ChatKVError, UsageError
+from sessions.port import ChatPort, TurnView
+from tui.actions import bindings
+from tui.chat_view import Drafting, read_chat, sibling_ids
+from tui.messages import LinkChosen
+from tui.safe_text import NOTHING, SafeText, safe_line
+from tui.screens.commands import run_command
+from tui.screens.dialogs import AskLine, ShowLink, ShowTable
+from tui.screens.talk import Talk
+from tui.slash import Slash
+from tui.threads import in_thread
+from tui.widgets.turn_view import TurnHead
+from tui.wording import usage_rows
+
+AGAIN_S = 2.0
+"""A second Ctrl+C within this time quits."""
+
+_BLOCK = re.compile(r"^ {0,3}(`{3,}|~{3,})[^\n]*\n(.*?)(?:^ {0,3}\1[`~]*\s*$|\Z)", re.M | re.S)
+
+
+class ChatScreen(Talk):
+    """The screen of a chat."""
+
+    BINDINGS: ClassVar = [*bindings("box", priority=True), *bindings("transcript")]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._interrupted_at = 0.0
+        self._next_code: dict[int, int] = {}
+        self._goal: int | None = None
+        """The turn the cursor is on its way to."""
+
+    # Stopping and leaving.
+
+    def action_leave(self) -> None:
+        """Esc: stop; else take the waiting message back; else leave edit, turn or notice."""
+        if self.stop():
+            return
+        if self.waiting is not None:
+            text, self.waiting, self.held = self.waiting.text, None, False
+            self.give_back(text)
+        elif self.editing is not None:
+            self.stop_editing()
+        elif self.chosen is not None:
+            self.prompt.focus()
+        else:
+            self.notice.clear()
+        self.refresh_lines()
+
+    def stop(self) -> bool:
+        """Stop the reply of this chat. False if none runs or it is stopping already."""
+        reply = self.live.reply if self.live else None
+        if reply is None or not reply.stop():
+            return False
+        self.held = self.waiting is not None
+        self.app.cancel(reply)
+        self.refresh_lines()
+        return True
+
+    def action_interrupt(self) -> None:
+        """Ctrl+C: copy a selection; else stop; else clear the box; else, twice, quit."""
+        selected = self.prompt.selected_text or self.get_selected_text()
+        if selected:
+            self.copy(selected)
+            self.clear_selection()
+        elif self.stop():
+            pass
+        elif self.prompt.text:
+            self.prompt.clear()
+        elif time.monotonic() - self._interrupted_at < AGAIN_S:
+            self.app.action_quit_soon()
+        else:
+            self._interrupted_at = time.monotonic()
+            self.say("Ctrl+C again quits.", kind="leaving")
+
+    # Turns.
+
+    def action_again(self) -> None:
+        if self.turns:
+            self.again(self.turns[-1])
+
+    def action_again_turn(self) -> None:
+        self._on_chosen(self.again)
+
+    def again(self, turn: TurnView) -> None:
+        """Another reply to that turn's prompt."""
+        if not self._free() or self.view is None:
+            return
+        if float(self.view.sampling.get("temperature", 1.0)) == 0.0:
+            self.say(
+                "At temperature 0 the reply would be the same.", "/set temperature 0.7 changes it."
+            )
+            return
+        last = turn.id == self.turns[-1].id
+        self.start("again" if last else "edit", turn.prompt, turn)
+
+    def action_edit(self) -> None:
+        if self.turns:
+            self.edit(self.turns[-1])
+
+    def action_edit_turn(self) -> None:
+        self._on_chosen(self.edit)
+
+    def edit(self, turn: TurnView) -> None:
+        """Take that turn's prompt into the box, to be asked anew."""
+        if not self._free():
+            return
+        if self.editing is None:
+            self._before_edit = self.prompt.draft
+        self.notice.clear()
+        self.editing, self.prompt.dimmed = turn, True
+        self.prompt.put(turn.prompt)
+        self.prompt.focus()
+        self.refresh_lines()
+
+    def action_fork(self) -> None:
+        self.fork(None, "")
+
+    def action_fork_turn(self) -> None:
+        self._on_chosen(lambda turn: self.fork(turn, ""))
+
+    def fork(self, turn: TurnView | None, name: str) -> None:
+        """Go on in a new chat that shares everything up to that turn."""
+        if not self.turns or self.chat is None or not self._free():
+            return
+        chat, at = self.chat, turn or self.turns[-1]
+        before = self.view.title if self.view else NOTHING
+        self.open(
+            lambda: chat.fork(at.id, name),
+            f"This is a fork of {before}.",
+            f"It shares turns 1 to {at.number}; what is said here stays here.",
+        )
+
+    def action_sibling(self, step: int) -> None:
+        self._on_chosen(lambda turn: self._select(turn, step))
+
+    def _select(self, turn: TurnView, step: int) -> None:
+        ids = sibling_ids(turn)
+        if turn.id not in ids or len(ids) < 2:
+            self.say("This turn has no other version.", "r makes one.")
+        elif self._free() and self.chat is not None:
+            goal = ids[(ids.index(turn.id) + step) % len(ids)]
+            self._show_branch(self.chat, goal, turn.number)
+
+    @work(exclusive=True, group="chat")
+    async def _show_branch(self, chat: ChatPort, turn_id: int, number: int) -> None:
+        try:
+            await in_thread(chat.select, turn_id)
+            view = await in_thread(read_chat, chat)
+        except ChatKVError as error:
+            self.tell(error)
+            return
+        await self.show_view(view)
+        if (index := view.place(number)) is not None:
+            self._point_at(await self.transcript.reveal(index))
+
+    def action_copy_turn(self) -> None:
+        self._on_chosen(lambda turn: self.copy(turn.reply or turn.prompt))
+
+    def action_copy_code(self) -> None:
+        self._on_chosen(lambda turn: self.copy_code(turn, None))
+
+    def copy_code(self, turn: TurnView, number: int | None) -> None:
+        """Copy a code block of a reply, as it was written; without a number, the next one."""
+        blocks = [block[2] for block in _BLOCK.finditer(turn.reply)]
+        if not blocks:
+            self.say(f"Turn {turn.number} has no code block.")
+            return
+        place = self._next_code.get(turn.id, 0) if number is None else number - 1
+        if not 0 <= place < len(blocks):
+            self.say(f"Turn {turn.number} has {len(blocks)} code blocks.")
+            return
+        self._next_code[turn.id] = (place + 1) % len(blocks)
+        self.copy(blocks[place], f"code block {place + 1} of {len(blocks)}")
+
+    def copy(self, text: str, what: str = "") -> None:
+        """Put a source text on the clipboard."""
+        self.app.copy_to_clipboard(text)
+        self.say(f"Copied {what or f'{len(text):,} characters'}.")
+
+    def _on_chosen(self, act: Callable[[TurnView], None]) -> None:
+        if (turn := self.chosen_turn) is not None:
+            act(turn)
+
+    def _free(self) -> bool:
+        """Whether the chat can change; says why not."""
+        if self.busy:
+            self.say("A reply is on its way.", "Esc stops it.")
+        elif not self.app.engine_free:
+            self.say("The engine is not free yet.", "Try again when the header says ready.")
+        else:
+            return True
+        return False
+
+    # The chat.
+
+    def action_new(self, name: str = "") -> None:
+        self.open(partial(self.app.chats.new, name))
+
+    def action_rename(self) -> None:
+        if self.view is not None:
+            ask = AskLine(SafeText("Name of this chat"), safe_line(self.view.name))
+            self.app.push_screen(ask, self._named)
+
+    def _named(self, name: str | None) -> None:
+        if name:
+            self.rename(name)
+
+    @work(group="change")
+    async def rename(self, name: str) -> None:
+        await self._change(lambda chat: chat.rename(name), NOTHING)
+
+    async def _change(self, act: Callable[[ChatPort], Any], done: SafeText) -> None:
+        if self.view is None:
+            return
+        view = self.view
+        try:
+            await in_thread(act, view.chat)
+            fresh = await in_thread(read_chat, view.chat)
+        except ChatKVError as error:
+            self.tell(error)
+            return
+        if self.view is view:
+            self.view = fresh
+        if done:
+            self.say(done)
+        self.refresh_lines()
+
+    @work(group="change")
+    async def action_stats(self) -> None:
+        usage = self.view.usage if self.view else None
+        rows = usage_rows(usage)
+        engine: dict[str, Any] = {}
+        if self.app.engine_free:
+            try:
+                engine = await in_thread(self.app.engine.call, "kv_stats")
+            except ChatKVError as error:
+                self.tell(error)
+        rows += [(safe_line(k.replace("_", " ")), safe_line(str(v))) for k, v in engine.items()]
+        self.app.push_screen(ShowTable(SafeText("Numbers of the last reply"), rows))
+
+    def action_restart(self) -> None:
+        if self.app.engine.state.phase == "lost":
+            self.app.start_engine()
+        else:
+            self.say("The engine is not lost.")
+
+    # The view.
+
+    def action_scroll_by(self, unit: str, step: int) -> None:
+        if unit == "page":
+            self.transcript.page(step)
+        else:
+            self.transcript.scroll_lines(step)
+
+    @work(group="view")
+    async def action_view_start(self) -> None:
+        await self.transcript.go_to_start()
+
+    @work(group="view")
+    async def action_view_end(self) -> None:
+        await self.transcript.go_to_end()
+
+    def action_turn(self, step: int) -> None:
+        """Move the cursor over turns; below the last is the box."""
+        count = len(self.transcript.cards)
+        here = self.chosen if self._goal is None else self._goal
+        index = (count if here is None else here) + step
+        if index >= count:
+            self._goal = None
+            self.prompt.focus()
+            self.action_view_end()
+        elif index >= 0 and self._goal is None and (head := self.transcript.head(index)):
+            self._point_at(head)
+        elif index >= 0:
+            self._goal = index
+            self._move_cursor(index)
+
+    @work(group="view")
+    async def _move_cursor(self, index: int) -> None:
+        head = await self.transcript.reveal(index)
+        if self._goal == index:  # else the key was pressed again meanwhile
+            self._point_at(head)
+            self._goal = None
+
+    def _point_at(self, head: TurnHead) -> None:
+        self.set_focus(head, scroll_visible=False)
+        self.transcript.bring(head)
+
+    @on(LinkChosen)
+    def show_link(self, event: LinkChosen) -> None:
+        event.stop()
+        self.app.push_screen(ShowLink(event.address))
+
+    # Slash commands.
+
+    def obey(self, command: Slash) -> None:
+        try:
+            run_command(self, command)
+        except ChatKVError as error:
+            self.give_back(f"/{command.name} {command.rest}".rstrip())
+            self.tell(error)
+
+    def numbered(self, number: int) -> TurnView:
+        """The turn of that number; -1 is the last. Raises UsageError."""
+        wanted = number + len(self.turns) + 1 if number < 0 else number
+        for turn in self.turns:
+            if turn.number == wanted:
+                return turn
+        raise UsageError(f"There is no turn {number}.", hint=f"This chat has {len(self.turns)}.")
+
+    @work(group="change")
+    async def set_sampling(self, key: str, value: Any) -> None:
+        """Change a sampling setting."""
+        said = SafeText(f"{safe_line(key)} is {safe_line(str(value))} from the next turn on.")
+        await self._change(lambda chat: chat.set(key, value), said)
+
+    @work(group="change")
+    async def set_spec(self, mode: str) -> None:
+        """Change how replies are drafted."""
+        if isinstance(self.chat, Drafting):
+            said = SafeText(f"Drafting is {safe_line(mode)} from the next turn on.")
+            await self._change(partial(_set_spec, mode=mode), said)
+        else:
+            self.say("This chat cannot change how it drafts.")
+
+
+def _set_spec(chat: ChatPort, *, mode: str) -> None:
+    if isinstance(chat, Drafting):
+        chat.set_spec(mode)

@@ -1,0 +1,222 @@
+"""A chat from Enter to the settled reply. What blocks runs in a thread; keys are in `chat.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from textual import on, work
+
+from chatkv.errors import ChatKVError
+from sessions.port import ChatPort, EngineState, TurnView
+from tui import slash
+from tui.chat_view import ChatView, Waiting, read_chat
+from tui.live import Live
+from tui.messages import Submitted
+from tui.reply import Kind, Reply
+from tui.safe_text import safe_line
+from tui.screens.layout import ChatLayout
+from tui.threads import in_thread
+from tui.widgets.turn_view import card, cards
+
+if TYPE_CHECKING:
+    pass
+
+
+class Talk(ChatLayout):
+    """One conversation. The app owns the engine and the running reply; this shows both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drafts: dict[str, str] = {}
+        self._before_edit = ""
+        self.prompt.completer = slash.complete
+
+    @work(exclusive=True, group="chat")
+    async def open(self, get: Callable[[], ChatPort], message: str = "", hint: str = "") -> None:
+        """Show another chat and a word about it. `get` may block; an error changes nothing."""
+        if self.starting:
+            return
+        try:
+            chat = await in_thread(get)
+            running = self.app.reply
+            if running is not None and chat.id and running.chat.id == chat.id:
+                chat = running.chat  # the one that knows what is being written
+            view = await in_thread(read_chat, chat)
+        except ChatKVError as error:
+            self.tell(error)
+            return
+        await self.show_view(view)
+        if message:
+            self.say(message, hint)
+
+    @work(group="first")
+    async def open_first(self, get: Callable[[], ChatPort], prompt: str | None) -> None:
+        """Show the first chat, and send a prompt in it when the model is ready."""
+        await self.open(get).wait()
+        if prompt and prompt.strip() and self.view is not None:
+            self._queue(Waiting("send", prompt))
+            self.refresh_lines()
+
+    async def show_view(self, view: ChatView) -> None:
+        """Show a chat that has been read."""
+        shown = await in_thread(cards, view.turns)
+        self._put_away()
+        self.view = view
+        self.prompt.put(self._drafts.pop(view.id, ""))
+        self.prompt.earlier(view.prompts)
+        self.prompt.focus()
+        await self.transcript.show(shown)
+        running = self.app.reply
+        if running is not None and running.chat is view.chat:
+            begun = bool(view.turns) and view.turns[-1].id not in running.known
+            index = len(view.turns) - begun
+            running.rewind()
+            self.live = Live(running, self, self.transcript)
+            await self.live.begin(index, index + 1)
+        self.refresh_lines()
+        self.send_waiting()
+
+    def _put_away(self) -> None:
+        """Leave the chat that is shown; what was typed or queued comes back with it."""
+        if self.live is not None:
+            self.live.close()
+            self.live = None
+        self.stop_editing()
+        texts = [self.waiting.text] if self.waiting else []
+        draft = "\n".join(text for text in [*texts, self.prompt.draft] if text.strip())
+        if self.view is not None and draft:
+            self._drafts[self.view.id] = draft
+        self.waiting, self.held = None, False
+        self.notice.clear()
+
+    # Sending.
+
+    @on(Submitted)
+    def submit(self, event: Submitted) -> None:
+        """Enter in the box."""
+        event.stop()
+        self.notice.clear()
+        text = event.text
+        try:
+            meaning = text if self.editing else slash.parse(text)
+        except ChatKVError as error:
+            self.give_back(text)
+            self.tell(error)
+            return
+        if isinstance(meaning, slash.Slash):
+            self.obey(meaning)
+        elif meaning.strip():
+            kind: Kind = "edit" if self.editing else "send"
+            self._queue(Waiting(kind, meaning, self.editing))
+        elif self.waiting is not None:
+            self.held = False
+            self.send_waiting()
+        self.refresh_lines()
+
+    def _queue(self, waiting: Waiting) -> None:
+        if self.waiting is not None:
+            self.give_back(waiting.text)
+            self.say("One message is waiting already.", "Esc takes it back into the box.")
+            return
+        self.waiting, self.held = waiting, False
+        if waiting.kind == "edit":
+            self.stop_editing()
+        self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Send the waiting message if the engine is free for it."""
+        waiting = self.waiting
+        if waiting is None or self.held or self.busy or not self.app.engine_free or not self.view:
+            return
+        self.waiting = None
+        self.start(waiting.kind, waiting.text, waiting.turn)
+
+    def start(self, kind: Kind, text: str, turn: TurnView | None = None) -> None:
+        """Begin a reply. The caller has made sure that nothing runs."""
+        assert self.view is not None
+        self.starting = True
+        index = len(self.turns)
+        if turn is not None:
+            index = next((i for i, known in enumerate(self.turns) if known.id == turn.id), index)
+        reply = Reply(self.view.chat, kind, text, turn.id if turn else None)
+        reply.known = frozenset(known.id for known in self.turns)
+        self.view = replace(self.view, turns=self.turns[:index])
+        self.app.run_reply(reply)
+        self._begin(reply, index)
+
+    @work(group="begin")
+    async def _begin(self, reply: Reply, index: int) -> None:
+        self.live = live = Live(reply, self, self.transcript)
+        self.starting = False
+        await live.begin(index, index + 1)
+        self.prompt.focus()
+        self.refresh_lines()
+        if reply.over:
+            self.settle(reply)
+
+    def reply_moved(self, reply: Reply) -> None:
+        """An event of the running reply has been applied."""
+        if self.live is not None and self.live.reply is reply:
+            self.live.wake()
+            self.refresh_lines()
+
+    def reply_ended(self, reply: Reply) -> None:
+        """The running reply is over."""
+        if self.live is not None and self.live.reply is reply and self.live.begun:
+            self.settle(reply)
+        elif not self.starting:
+            self.send_waiting()
+
+    @work(group="settle")
+    async def settle(self, reply: Reply) -> None:
+        """Show how a reply ended, and what it cost."""
+        assert self.live is not None
+        live = self.live
+        live.close()
+        error = reply.error
+        try:
+            view = await in_thread(read_chat, reply.chat)
+        except ChatKVError as unread:
+            view, error = None, error or unread
+        if self.live is not live:
+            return  # another chat is shown by now
+        committed = reply.heard
+        if view is not None:
+            self.view = view
+            committed = any(turn.id not in reply.known for turn in view.turns)
+            if committed and len(view.turns) == len(self.transcript.cards):
+                await self.transcript.settle(card(view.turns[-1]))
+            else:
+                await self.transcript.show(await in_thread(cards, view.turns))
+            self.prompt.earlier(view.prompts)
+        self.live = None
+        if error is not None:
+            self.tell(error)
+            if not committed and reply.kind != "again":
+                self.give_back(reply.prompt)
+        elif reply.done is not None and reply.done.notice:
+            self.say(safe_line(reply.done.notice))
+        self.refresh_lines()
+        self.send_waiting()
+
+    def obey(self, command: slash.Slash) -> None:
+        """Run a slash command."""
+        raise NotImplementedError
+
+    def stop_editing(self) -> None:
+        """Leave the edit of an earlier prompt; what was in the box before comes back."""
+        if self.editing is not None:
+            self.editing, self.prompt.dimmed = None, False
+            self.prompt.put(self._before_edit)
+            self._before_edit = ""
+
+    def give_back(self, text: str) -> None:
+        """Put a text back into the box, before what has been typed since."""
+        typed = self.prompt.draft
+        self.prompt.put(f"{text}\n{typed}" if typed.strip() else text)
+
+    def engine_moved(self, state: EngineState) -> None:
+        super().engine_moved(state)
+        self.send_waiting()

@@ -1,0 +1,95 @@
+"""Slash commands: what a line means. Parsing and suggestions only; the screen does the work."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from chatkv.errors import UsageError
+from tui.actions import ALIASES, COMMANDS, Command
+from tui.safe_text import SafeText, safe_line
+
+BY_NAME = {command.name: command for command in COMMANDS}
+
+
+@dataclass(frozen=True, slots=True)
+class Slash:
+    """A command line, taken apart."""
+
+    name: str
+    rest: str
+    """All after the name, stripped."""
+
+    @property
+    def words(self) -> list[str]:
+        return self.rest.split()
+
+
+def parse(text: str) -> Slash | str:
+    """A command, or the text to send: `//text` is `/text`, anything without a slash is itself.
+
+    Raises:
+        UsageError: The line starts with a slash and is no command; nothing of it may be sent.
+    """
+    if not text.startswith("/"):
+        return text
+    if text.startswith("//"):
+        return text[1:]
+    name, _, rest = text[1:].partition(" ")
+    name = ALIASES.get(name.strip(), name.strip())
+    if name not in BY_NAME:
+        raise UsageError(
+            f"There is no command /{safe_line(name)[:40]}.",
+            hint=f"{_nearest(name)}//... sends a text that starts with a slash.",
+        )
+    return Slash(name, rest.strip())
+
+
+def suggest(text: str) -> list[Command]:
+    """The commands that what is typed may become."""
+    if not text.startswith("/") or text.startswith("//") or "\n" in text:
+        return []
+    name, space, _ = text[1:].partition(" ")
+    if space:
+        known = BY_NAME.get(ALIASES.get(name, name))
+        return [known] if known else []
+    return [command for command in COMMANDS if command.name.startswith(name)]
+
+
+def complete(text: str) -> SafeText | None:
+    """The text with its command name completed as far as it is clear; None when nothing is."""
+    found = suggest(text)
+    if not found or " " in text:
+        return None
+    if len(found) == 1:
+        return SafeText(f"/{found[0].name} ")
+    first, last = min(c.name for c in found), max(c.name for c in found)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
+    )
+    return SafeText("/" + first[:same])
+
+
+def setting(slash: Slash) -> tuple[str, Any]:
+    """Key and value of `/set KEY VALUE`. Raises UsageError."""
+    key, _, value = slash.rest.partition(" ")
+    if not key or not value.strip():
+        raise UsageError("/set takes a name and a value.", hint="For example: /set temperature 0.7")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value.strip()
+
+
+def turn_and_name(slash: Slash) -> tuple[int | None, str]:
+    """`[TURN] [NAME]`: a leading number is a turn."""
+    first, _, rest = slash.rest.partition(" ")
+    return (int(first), rest.strip()) if re.fullmatch(r"\d{1,9}", first) else (None, slash.rest)
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, [*BY_NAME, *ALIASES], 1, 0.6)
+    return f"Did you mean /{ALIASES.get(near[0], near[0])}? " if near else "F1 lists them. "

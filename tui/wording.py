@@ -1,0 +1,109 @@
+"""How numbers, times and states are said. Pure functions on records; no widget."""
+
+from __future__ import annotations
+
+import time
+
+from rich.cells import cell_len, set_cell_size
+
+from chatkv.errors import ChatKVError
+from chatkv.events import Usage
+from tui.safe_text import SafeText, safe_line, safe_text
+
+DAY_S = 86_400
+
+
+def count(number: int) -> str:
+    """`950`, `2.7k`, `31k`, `1.2M`."""
+    for size, unit in ((1_000_000, "M"), (1_000, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}" if number < 10 * size else f"{number // size}{unit}"
+    return str(number)
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 turn`, `3 turns`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def megabytes(done: int, total: int) -> str:
+    """`54/87 MB`."""
+    return f"{done // 1_000_000}/{max(1, total // 1_000_000)} MB"
+
+
+def clock(at_ms: int, now_s: float | None = None) -> str:
+    """`11:02` today, `Sat` within a week, else `27 Nov`, with the year when it is another one."""
+    now = time.time() if now_s is None else now_s
+    then = time.localtime(at_ms / 1000)
+    today = time.localtime(now)
+    if then[:3] == today[:3]:
+        return time.strftime("%H:%M", then)
+    if 0 <= now - at_ms / 1000 < 6 * DAY_S:
+        return time.strftime("%a", then)
+    return time.strftime("%d %b" if then.tm_year == today.tm_year else "%b %Y", then)
+
+
+def clip(text: SafeText, cells: int) -> SafeText:
+    """The text in at most that many cells, its cut end shown as `..`."""
+    if cell_len(text) <= cells:
+        return text
+    return SafeText(set_cell_size(text, max(0, cells - 2)).rstrip() + ".."[: max(0, cells)])
+
+
+def pad(text: SafeText, cells: int) -> SafeText:
+    """The text in exactly that many cells."""
+    return SafeText(set_cell_size(clip(text, cells), cells))
+
+
+def bar(part: int, whole: int, cells: int) -> str:
+    """A bar of blocks; anything above nothing shows."""
+    if whole <= 0:
+        return "░" * cells
+    filled = min(cells, max(part > 0, round(cells * part / whole)))
+    return "█" * filled + "░" * (cells - filled)
+
+
+def error_text(error: ChatKVError) -> tuple[SafeText, SafeText]:
+    """What happened, and what to do next."""
+    return safe_text(error.message.strip()), safe_line(error.hint)
+
+
+def reply_numbers(usage: Usage | None, *, length: bool = True) -> list[str]:
+    """The short numbers of one reply, its length first."""
+    if usage is None or not usage.predicted_n:
+        return []
+    parts = [f"{usage.predicted_n} tok"] if length else []
+    if usage.predicted_ms:
+        parts.append(f"{usage.tokens_per_second:.0f} tok/s")
+    if usage.steps:
+        parts.append(f"{usage.tokens_per_step:.1f} tok/step")
+    return parts
+
+
+def reply_end(state: str, finish_reason: str, usage: Usage | None) -> str:
+    """Why a reply is shorter than it might be, or nothing."""
+    tokens = usage.predicted_n if usage is not None else 0
+    if state in ("open", "interrupted") or finish_reason == "cancelled":
+        return f"interrupted after {tokens} tok" if tokens else "interrupted"
+    if state == "error":
+        return "failed"
+    return {"length": "cut at max_tokens", "context_full": "context full"}.get(finish_reason, "")
+
+
+def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
+    """All numbers of one reply, each with its name."""
+    if usage is None:
+        return [(SafeText("replies"), SafeText("none yet"))]
+    tps = f"{usage.tokens_per_second:.0f} tok/s" if usage.predicted_ms else "unknown"
+    rows = {
+        "context": f"{usage.context_used} of {usage.context_limit} tokens",
+        "prompt": f"{usage.prompt_tokens} tokens",
+        "reused": f"{usage.cached_tokens} tokens ({usage.reuse_reason})",
+        "computed": f"{usage.prompt_n} tokens in {usage.prompt_ms:.0f} ms",
+        "restored": f"{plural(usage.restored_pages, 'page')} in {usage.restore_ms:.0f} ms",
+        "reply": f"{usage.predicted_n} tokens in {usage.predicted_ms:.0f} ms, {tps}",
+        "steps": f"{usage.steps}, {usage.tokens_per_step:.2f} tokens a step",
+        "drafted": f"{usage.draft_n} tokens, {usage.draft_n_accepted} right",
+        "pages": f"{usage.pages_used} of {usage.pages_total}",
+    }
+    return [(SafeText(name), SafeText(value)) for name, value in rows.items()]
