@@ -204,7 +204,7 @@ class Chat:
                     reply.heard = True
                     self._keep_renders(event, owners, reply.tok_fp)
                 elif isinstance(event, Failed):
-                    self._give_up(reply, parent)
+                    self._refused(reply, parent)
                 else:
                     reply.heard = True
                     reply.take(event)
@@ -212,13 +212,14 @@ class Chat:
                     self.notice = event.notice or self.notice
                 yield event
         finally:
-            if not reply.closed:
-                self._give_up(reply, parent)
+            if not reply.closed:  # the engine is gone, or nobody listens any more
+                with suppress(StoreError):
+                    reply.close("interrupted")
             self._reload()
 
-    def _give_up(self, reply: _Reply, parent: TurnPath) -> None:
-        """Close a turn that did not get its whole reply. One that the engine never took, since it
-        does not fit for one, leaves the path; its prompt stays stored."""
+    def _refused(self, reply: _Reply, parent: TurnPath) -> None:
+        """The engine failed. A prompt that it would not even take (it does not fit) leaves the
+        path, or nothing could ever be said again; it stays stored."""
         assert self._row is not None
         with suppress(StoreError):
             reply.close("interrupted" if reply.heard else "error")

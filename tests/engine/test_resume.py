@@ -11,7 +11,7 @@ from fakes import TinyModel
 
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
-from chatkv.errors import UsageError
+from chatkv.errors import EngineLost, UsageError
 from chatkv.events import Delta, Done, Failed, Prefill, Rendered
 from sessions.chat import Chats
 from sessions.local import LocalEngine
@@ -269,3 +269,23 @@ def test_stop_strings_end_the_text(start: Callable[..., Program]) -> None:
     assert isinstance(done, Done)
     assert done.finish_reason == "stop"
     assert done.text == whole[: whole.index(stop)]
+
+
+def test_a_prompt_that_was_committed_stays_when_the_engine_never_comes(
+    start: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = start()
+    chat = program.chats.new()
+    with monkeypatch.context() as patch:
+        patch.setattr(program.engine, "wait_ready", _lost)
+        with pytest.raises(EngineLost):
+            list(chat.send(PROMPTS[0]))
+    (turn,) = chat.turns()
+    assert (turn.prompt, turn.state) == (PROMPTS[0], "interrupted")
+    (*_, done) = chat.again()
+    assert isinstance(done, Done)
+    assert say(chat, PROMPTS[1]).text
+
+
+def _lost(timeout_s: float | None = None) -> None:
+    raise EngineLost("killed")

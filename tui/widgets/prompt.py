@@ -58,16 +58,25 @@ class PromptBox(TextArea):
         """What Up goes back to, oldest first."""
         self._earlier, self._place = prompts, None
 
+    # The app runs these actions before keys that were typed earlier and wait in this box's queue;
+    # behind them in the same queue they act on what was typed.
+
     def action_send(self) -> None:
+        self.call_later(self._send)
+
+    def action_newline(self) -> None:
+        self.call_later(self.insert, "\n")
+
+    def action_complete(self) -> None:
+        self.call_later(self._complete)
+
+    def _send(self) -> None:
         text = self.draft
         self.clear()
         self._place = None
         self.post_message(Submitted(text))
 
-    def action_newline(self) -> None:
-        self.insert("\n")
-
-    def action_complete(self) -> None:
+    def _complete(self) -> None:
         whole = self.completer(self.text)
         if whole is not None:
             self._replace_all(whole)
