@@ -1,4 +1,4 @@
-"""Which backend serves attention here. Knows the names and why one is missing; loads a backend only when asked."""
+"""Which backend serves attention here, and why another does not; loads one only when asked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backend(name: str = "auto", device: str = "cpu") -> Backend:
     """The backend of that name, or the fastest that runs on the device.
 
     Args:
-        name: `auto`, `cpu` or `reference`. A named backend is returned or raises; it is never replaced.
+        name: `auto`, `cpu` or `reference`. A named backend is never replaced by another.
         device: Where the pages live, as torch spells it.
 
     Raises:

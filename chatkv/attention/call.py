@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,27 +23,30 @@ class AttentionCall:
     Letters: M table entries a sequence, S slots a page, W ancestor words, R rows of one sequence.
 
     Raises:
-        ValueError: A shape or dtype breaks the contract. Page ids and lengths on the device are the caller's promise.
+        ValueError: A shape or dtype breaks the contract. Page ids, and lengths on a device, are the
+            caller's promise.
     """
 
     page_table: Tensor
-    """[N, M] int32. Entry m holds slots m * S to (m + 1) * S. Entries from ceil(kv_len / S) on are never read."""
+    """[N, M] int32. Entry m holds slots m * S to (m + 1) * S. Entries from ceil(kv_len / S) on may
+    hold anything."""
     q_start: Tensor
-    """[N + 1] int32, from 0, not falling. Sequence n owns rows q_start[n]:q_start[n + 1], maybe none."""
+    """[N + 1] int32, from 0, not falling. Sequence n owns rows q_start[n]:q_start[n + 1]."""
     kv_len: Tensor
-    """[N] int32, in slots, holes included. Counts the R new rows: row i sits in slot kv_len - R + i."""
+    """[N] int32, in slots, holes included. Counts the new rows: row i is in slot kv_len - R + i."""
     ancestors: Tensor | None = None
-    """[T, W] int64, or None for a causal chain. Bit j % 64 of word j // 64: the row sees row j of its sequence.
-    Its own bit is set, its other bits are those of its parent, parents come before children."""
+    """[T, W] int64, or None for a causal chain. Bit j % 64 of word j // 64 is set when the row sees
+    row j of its sequence. Its own bit is set, and its other bits are those of its parent; parents
+    come before children."""
     valid: Tensor | None = None
-    """[N, M, 2] int32 (lo, hi), or None when no slot is missing. Entry m keeps offsets lo <= o < hi; new rows count
-    as kept whatever it says."""
+    """[N, M, 2] int32 (lo, hi), or None when no slot is missing. Entry m keeps offsets
+    lo <= o < hi; new rows count as kept whatever it says."""
     q_pos: Tensor | None = None
-    """[T] int32, position of each row, which its key shares. Needed only with `window`."""
+    """[T] int32, position of each row and of its key. Needed with `window`."""
     page_pos: Tensor | None = None
-    """[N, M] int32, position of offset 0 of each entry, maybe negative. Needed only with `window`."""
+    """[N, M] int32, position of offset 0 of each entry, maybe negative. Needed with `window`."""
     window: int | None = None
-    """In tokens: a row sees keys whose position is above its own minus `window`, itself included."""
+    """In tokens: a row sees keys whose position is above its own minus `window`."""
     scale: float | None = None
     """Factor on the scores. None is D ** -0.5."""
     q_start_host: tuple[int, ...] = ()
@@ -55,7 +59,9 @@ class AttentionCall:
             tensor: Tensor = getattr(self, name)
             _expect(tensor.dim() == 1, f"{name} has {tensor.dim()} dimensions, not 1")
             if not getattr(self, f"{name}_host"):
-                _expect(tensor.device.type == "cpu", f"{name}_host is needed: {name} is on a device")
+                _expect(
+                    tensor.device.type == "cpu", f"{name}_host is needed: {name} is on a device"
+                )
                 object.__setattr__(self, f"{name}_host", tuple(tensor.tolist()))
         starts, lengths = self.q_start_host, self.kv_len_host
         num_sequences, num_rows = len(lengths), starts[-1] if starts else -1
@@ -63,7 +69,7 @@ class AttentionCall:
             len(starts) == num_sequences + 1 and starts[0] == 0,
             f"q_start {starts} does not fit {num_sequences} sequences",
         )
-        for first, stop, length in zip(starts, starts[1:], lengths, strict=False):
+        for (first, stop), length in zip(pairwise(starts), lengths, strict=True):
             _expect(first <= stop, f"q_start {starts} falls")
             _expect(length >= stop - first, f"kv_len {length} is below its {stop - first} new rows")
         entries = self.page_table.shape[1] if self.page_table.dim() == 2 else -1
@@ -73,16 +79,19 @@ class AttentionCall:
         self._expect_shape("valid", (num_sequences, entries, 2), torch.int32)
         self._expect_shape("page_pos", (num_sequences, entries), torch.int32)
         if self.ancestors is not None:
-            longest = max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
+            longest = max((b - a for a, b in pairwise(starts)), default=0)
             rows, words = self.ancestors.shape if self.ancestors.dim() == 2 else (-1, -1)
             _expect(
                 rows >= num_rows and words * 64 >= longest,
-                f"ancestors {tuple(self.ancestors.shape)} does not fit {num_rows} rows, {longest} in one sequence",
+                f"ancestors {tuple(self.ancestors.shape)} does not fit {num_rows} rows, "
+                f"{longest} in one sequence",
             )
             self._expect_shape("ancestors", (rows, words), torch.int64)
         if self.window is not None:
             _expect(self.window >= 1, f"window is {self.window}")
-            _expect(self.q_pos is not None and self.page_pos is not None, "a window needs positions")
+            _expect(
+                self.q_pos is not None and self.page_pos is not None, "a window needs positions"
+            )
         if self.q_pos is not None:
             _expect(
                 self.q_pos.dim() == 1 and self.q_pos.shape[0] >= num_rows,
@@ -127,12 +136,12 @@ class AttentionCall:
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def check(self, q: Tensor, pages: Tensor, scales: Tensor | None = None) -> None:
-        """Raise ValueError unless q, pages and scales fit the contract and this call. Reads nothing on a device.
+        """Raise ValueError unless q, pages and scales fit this call. Reads nothing on a device.
 
         Args:
             q: [>= T, HQ, D] float16, bfloat16 or float32 (float64 in the reference only).
-            pages: [P, 2, HK, S, D], dtype of q, int8 or float8_e4m3fn; or uint8 [..., D / 2] for int4.
-            scales: [P, 2, HK, S, C] float16 or float32 for quantised pages: C is 1, or D / 32 for int4.
+            pages: [P, 2, HK, S, D], dtype of q, int8 or float8_e4m3fn; for int4 [..., D / 2] uint8.
+            scales: [P, 2, HK, S, C] float16 or float32 for quantised pages, C = 1 or D / 32 (int4).
         """
         _expect(q.dim() == 3 and q.dtype in FLOATS, f"q is {q.dtype} {tuple(q.shape)}")
         _expect(pages.dim() == 5 and pages.shape[1] == 2, f"pages are {tuple(pages.shape)}")
@@ -149,7 +158,9 @@ class AttentionCall:
         _expect(pages.stride(-1) == 1 and q.stride(-1) == 1, "the last dimension is not contiguous")
         entries = self.page_table.shape[1]
         longest = max(self.kv_len_host, default=0)
-        _expect(longest <= entries * page_size, f"kv_len {longest} in {entries} pages of {page_size}")
+        _expect(
+            longest <= entries * page_size, f"kv_len {longest} in {entries} pages of {page_size}"
+        )
         tensors = [pages, scales, self.page_table, self.q_start, self.kv_len, self.ancestors]
         tensors += [self.valid, self.q_pos, self.page_pos]
         devices = {tensor.device for tensor in [q, *tensors] if tensor is not None}
@@ -162,7 +173,8 @@ class AttentionCall:
             _expect(scales is None, f"{pages.dtype} pages take no scales")
             return
         _expect(
-            pages.dtype in (torch.int8, torch.float8_e4m3fn, torch.uint8), f"pages are {pages.dtype}"
+            pages.dtype in (torch.int8, torch.float8_e4m3fn, torch.uint8),
+            f"pages are {pages.dtype}",
         )
         per_slot = 1
         if pages.dtype == torch.uint8:

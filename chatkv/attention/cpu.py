@@ -1,6 +1,7 @@
 """The CPU backend: one plan a step, one compiled call a layer. Knows tensors and plans, no model.
 
-Exact: a row has the same bits in a tree and in plain decoding, whatever rows, sequences or threads are beside it.
+Exact: a row has the same bits in a tree and in plain decoding, whatever rows, sequences or threads
+are beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ NO_LSE = np.zeros((0, 0), np.float32)
 
 
 class CpuBackend:
-    """Attention on the CPU for bfloat16 and float32 pages. Serves one call at a time."""
+    """Attention on the CPU for bfloat16 and float32 pages. Serves one call at a time.
+
+    Args:
+        threads: To use; None is as many as torch uses.
+    """
 
     name = "cpu"
     mode: Literal["exact", "guarded"] = "exact"
@@ -30,7 +35,6 @@ class CpuBackend:
     max_depth = 16
 
     def __init__(self, threads: int | None = None) -> None:
-        """Use `threads` threads, or as many as torch does."""
         self.threads = max(1, torch.get_num_threads() if threads is None else threads)
         self.calls = 0
         """How many layers this backend has served."""
@@ -43,13 +47,13 @@ class CpuBackend:
 
         Raises:
             ValueError: q or pages do not fit the call.
-            BackendUnavailable: Quantised or float16 pages, or a head size that is not a multiple of 16.
+            BackendUnavailable: Quantised or float16 pages, or a head size that is not 16 n.
         """
         call.check(q, pages, scales)
         if pages.dtype not in (torch.bfloat16, torch.float32) or q.shape[-1] % 16:
             raise BackendUnavailable(
-                f"Backend cpu: {pages.dtype} pages of head size {q.shape[-1]} are not served, only "
-                "bfloat16 and float32 ones with a head size of 16 n.",
+                f"Backend cpu: {pages.dtype} pages of head size {q.shape[-1]} are not served, "
+                "only bfloat16 and float32 ones with a head size of 16 n.",
                 hint="Use the reference backend, or bfloat16 pages.",
             )
         num_heads, head_dim = q.shape[1:]
@@ -68,7 +72,7 @@ class CpuBackend:
         head_dim: int,
         page_size: int,
     ) -> CpuPlan:
-        """Work out once a step what every layer needs. The next plan takes over this one's scratch."""
+        """Work out once a step what every layer needs. Plans of one backend share scratch."""
         return self._planner.plan(
             call, num_query_heads, num_kv_heads, head_dim, page_size, self.threads
         )
@@ -84,7 +88,7 @@ class CpuBackend:
         """One layer of a step.
 
         Args:
-            plan: Made for this step's call.
+            plan: Made for this step's call by this backend.
             q: [>= T, HQ, D] uint16 (bfloat16 bits) or float32, C order.
             pages: [P, 2, HK, S, D] of one layer, same dtype.
             out: Like q; rows from T on are left alone.

@@ -1,16 +1,19 @@
-"""The step kernel of the CPU backend. Knows numpy arrays laid out by `cpu_plan`; no torch, no AttentionCall.
+"""The step kernel of the CPU backend. Knows arrays laid out by `cpu_plan`; no torch, no call.
 
-Exact by construction. A row's keys are cut into splits at fixed logical places, a split is one softmax, and splits are
-merged in ascending order. Within a split the keys that a row sees are listed in logical order: stored slots, then its
-own ancestors by depth. A score is a sum over channels and an output a sum over that list, one term after another. So
-neither siblings nor row counts nor threads can move a bit, and a tree may be as deep as it likes.
+Exact by construction. A row's keys are cut into splits at fixed logical places, a split is one
+softmax, and splits are merged in ascending order. Within a split the keys that a row sees are
+listed in logical order: stored slots, then its own ancestors by depth. A score is a sum over
+channels and an output a sum over that list, one term after another. So neither siblings nor row
+counts nor threads can move a bit, and a tree may be as deep as it likes.
 
-Three tuples carry the arrays (K tasks, B workers, X splits of the longest row, C splits that new rows may touch):
+Arrays come in three tuples (B workers, X splits of the longest row, C splits new rows may touch):
 
     lists  who sees what, see `cpu_plan.lay_out`
-    room   tiles [B, D * TILE], queries [B, R * G * D], scores [B, R * G * (SPLIT + R)],
-           weights [B, R * G * C * SPLIT]: float32 scratch of a worker; key_steps [D], split_steps [X]: i * TILE, i * D
-    parts  sums [HK, T * G, X, 2] and outs [HK * T * G * X * D]: maximum, sum and unscaled output of each split
+    room   scratch of each worker, float32: tiles [B, D * TILE], queries [B, R * G * D], scores
+           [B, R * G * (SPLIT + R)], weights [B, R * G * C * SPLIT]; and the constant lists
+           key_steps [D] = d * TILE and split_steps [X] = x * D
+    parts  of each split: sums [HK, T * G, X, 2], maximum and sum of weights, and
+           outs [HK * T * G * X * D], weighted values
 """
 
 from __future__ import annotations
@@ -48,8 +51,11 @@ def fetch(flat, slots, start, stop, shift, dim):
 @njit
 def score_keys(
     q, flat, slots, at, count, shift, first, num, head, group, scale, tile, queries, scores, steps
-):  # fmt: skip
-    """scores[line, i] = scale * (q of row line / group, head line % group) . (key i), for `count` slots from `at`."""
+):
+    """scores[line, i] = scale * q . key, for `count` slots from `at` on and `num` lines.
+
+    A line is a row and one of the query heads that share the key head: row * group + head.
+    """
     dim, width = q.shape[2], (count + TILE - 1) // TILE * TILE
     for line in range(num):
         row, h = first + line // group, head * group + line % group
@@ -65,34 +71,19 @@ def score_keys(
 
 
 @njit
-def attend_split(q, pages, flat, scale, n, head, split, lists, tile, queries, scores, weights, steps, parts):
-    """One split of one sequence under one key head, for all rows: maxima, sums and unscaled outputs.
+def soften_split(first, num, head, group, split, here, lists, scores, width, weights, step, sums):
+    """The softmax of each line over the keys of a split that its row sees, listed in order.
 
-    The last split of a sequence also takes its new slots, and with them the splits that those reach into.    """
-    seqs, slots, own, places, cuts, limits, lanes, stays, counts = lists
-    sums, outs = parts
-    dim, group = q.shape[2], q.shape[1] // pages.shape[2]
-    first, rows, stored, base = seqs[n, 0], seqs[n, 1], seqs[n, 2], seqs[n, 3] + split * SPLIT
-    here = min(SPLIT, stored - split * SPLIT)
-    is_last = here < SPLIT
-    count = here + rows if is_last else here
-    num, width = rows * group, (count + TILE - 1) // TILE * TILE
-    pieces = (count + SPLIT - 1) // SPLIT
-    keys = head * pages.shape[3] * dim
-    values = keys + pages.shape[2] * pages.shape[3] * dim
-    step = pieces * SPLIT
-    score_keys(
-        q, flat, slots, base, count, keys, first, num, head, group, scale, tile, queries, scores, steps
-    )  # fmt: skip
-
-    fetch(flat, slots, base, base + min(TILE, here), values, dim)
+    New rows lie behind the `here` stored slots, in the last split and those they reach into.
+    """
+    _, _, own, _, cuts, limits, lanes, _, counts = lists
     for line in range(num):
         row = first + line // group
-        for c in range(pieces):
+        score = scores[line * width : (line + 1) * width]
+        for c in range(step // SPLIT):
             if (split + c) * SPLIT >= limits[row]:
                 break
             weight = weights[line * step + c * SPLIT : line * step + (c + 1) * SPLIT]
-            score = scores[line * width : (line + 1) * width]
             used = 0
             if c == 0 and counts.shape[0] == 0:
                 used = here
@@ -102,7 +93,7 @@ def attend_split(q, pages, flat, scale, n, head, split, lists, tile, queries, sc
                 used = counts[row, split]
                 for i in range(used):
                     weight[i] = score[lanes[row, split * SPLIT + i]]
-            if is_last:
+            if here < SPLIT:
                 for i in range(cuts[row, c], cuts[row, c + 1]):
                     weight[used] = score[here + own[row, i]]
                     used += 1
@@ -112,13 +103,39 @@ def attend_split(q, pages, flat, scale, n, head, split, lists, tile, queries, sc
             sums[head, first * group + line, split + c, 0] = top
             sums[head, first * group + line, split + c, 1] = total
 
-    splits = sums.shape[2]
-    out_step = splits * dim
+
+@njit
+def attend_split(
+    q, pages, flat, scale, n, head, split, lists, tile, queries, scores, weights, steps, parts
+):
+    """One split of one sequence under one key head, for all its rows.
+
+    The last split of a sequence also takes its new slots, and the splits that those reach into.
+    """
+    seqs, slots, own, places, cuts, _, lanes, stays, counts = lists
+    sums, outs = parts
+    dim, group, splits = q.shape[2], q.shape[1] // pages.shape[2], sums.shape[2]
+    first, rows, stored, base = seqs[n, 0], seqs[n, 1], seqs[n, 2], seqs[n, 3] + split * SPLIT
+    here = min(SPLIT, stored - split * SPLIT)
+    is_last, is_whole = here < SPLIT, counts.shape[0] == 0
+    count = here + rows if is_last else here
+    num, width = rows * group, (count + TILE - 1) // TILE * TILE
+    pieces = (count + SPLIT - 1) // SPLIT
+    step, out_step = pieces * SPLIT, splits * dim
+    keys = head * pages.shape[3] * dim
+    values = keys + pages.shape[2] * pages.shape[3] * dim
+    score_keys(
+        q, flat, slots, base, count, keys, first, num, head, group, scale,
+        tile, queries, scores, steps,
+    )  # fmt: skip
+    fetch(flat, slots, base, base + min(TILE, here), values, dim)
+    soften_split(first, num, head, group, split, here, lists, scores, width, weights, step, sums)
+
     out = ((head * sums.shape[1] + first * group) * splits + split) * dim
     for line in range(num):
         for i in range(out + line * out_step, out + line * out_step + pieces * dim):
             outs[i] = np.float32(0.0)
-    if counts.shape[0] == 0:
+    if is_whole:
         for i in range(0, here, TILE):
             fetch(flat, slots, base + i + TILE, base + min(here, i + 2 * TILE), values, dim)
             weigh(
@@ -126,21 +143,21 @@ def attend_split(q, pages, flat, scale, n, head, split, lists, tile, queries, sc
                 outs, out, out_step, dim,
             )  # fmt: skip
     for r in range(rows):
-        row, line = first + r, r * group
+        row, weight, to = first + r, r * group * step, out + r * group * out_step
         used = here
-        if counts.shape[0] > 0:
+        if not is_whole:
             used = counts[row, split]
             weigh(
-                weights, line * step, step, group, flat, values,
-                stays, row * lanes.shape[1] + split * SPLIT, used, outs, out + line * out_step, out_step, dim,
+                weights, weight, step, group, flat, values,
+                stays, row * lanes.shape[1] + split * SPLIT, used, outs, to, out_step, dim,
             )  # fmt: skip
-        if is_last:
-            for c in range(pieces):
-                weigh(
-                    weights, line * step + c * SPLIT + (used if c == 0 else 0), step, group, flat, values,
-                    places, row * own.shape[1] + cuts[row, c], cuts[row, c + 1] - cuts[row, c],
-                    outs, out + line * out_step + c * dim, out_step, dim,
-                )  # fmt: skip
+        for c in range(pieces if is_last else 0):
+            at = weight + c * SPLIT + (used if c == 0 else 0)
+            weigh(
+                weights, at, step, group, flat, values,
+                places, row * own.shape[1] + cuts[row, c], cuts[row, c + 1] - cuts[row, c],
+                outs, to + c * dim, out_step, dim,
+            )  # fmt: skip
 
 
 @njit
@@ -151,8 +168,7 @@ def run_tasks(q, pages, scale, begin, end, worker, tasks, lists, room, parts):
     for t in range(begin, end):
         attend_split(
             q, pages, flat, scale, tasks[t, 0], tasks[t, 1], tasks[t, 2], lists,
-            tiles[worker], queries[worker], scores[worker], weights[worker],
-            key_steps, parts,
+            tiles[worker], queries[worker], scores[worker], weights[worker], key_steps, parts,
         )  # fmt: skip
 
 
@@ -161,7 +177,7 @@ def merge_splits(out, lse, limits, room, parts):
     """Fold the splits of each row and head in ascending order."""
     sums, outs = parts
     dim, group, splits = out.shape[2], out.shape[1] // sums.shape[0], sums.shape[2]
-    acc, weights, split_steps = room[1][0], room[2][0], room[5]
+    folded, weights, split_steps = room[1][0], room[2][0], room[5]
     for row in range(limits.shape[0]):
         count = (limits[row] + SPLIT - 1) // SPLIT
         for h in range(out.shape[1]):
@@ -176,53 +192,47 @@ def merge_splits(out, lse, limits, room, parts):
                 for i in range(count):
                     weights[i] = exp2(sums[head, line, i, 0] - top)
                     total = fma(weights[i], sums[head, line, i, 1], total)
-                for d in range(dim):
-                    acc[d] = np.float32(0.0)
-                weigh(weights, 0, 0, 1, outs, place, split_steps, 0, count, acc, 0, 0, dim)
-                values = acc[:dim]
+                values = folded[:dim]
+                values[:] = np.float32(0.0)
+                weigh(weights, 0, 0, 1, outs, place, split_steps, 0, count, values, 0, 0, dim)
             store_ratio(values, total, out[row, h])
             if lse.shape[0] > 0:
                 lse[row, h] = np.float32((top + math.log2(total)) * LN2)
 
 
-def _arrays(*kinds):
-    return types.Tuple([types.Array(dtype, ndim, "C") for dtype, ndim in kinds])
+def _array(dtype, ndim):
+    return types.Array(dtype, ndim, "C")
 
 
 _INT, _FLOAT, _BITS = types.int64, types.float32, types.uint16
-LISTS = _arrays(
-    (_INT, 2), (_INT, 1), (_INT, 2), (_INT, 1), (_INT, 2), (_INT, 1), (_INT, 2), (_INT, 1), (_INT, 2)
-)  # fmt: skip
-ROOM = _arrays(
-    (_FLOAT, 2), (_FLOAT, 2), (_FLOAT, 2), (_FLOAT, 2), (_INT, 1), (_INT, 1)
-)  # fmt: skip
-PARTS = _arrays((_FLOAT, 4), (_FLOAT, 1))
-BF16 = types.void(
-    types.Array(_BITS, 3, "C"),
-    types.Array(_BITS, 5, "C"),
-    types.Array(_BITS, 3, "C"),
-    types.Array(_FLOAT, 2, "C"),
+_LISTS = types.Tuple([_array(_INT, ndim) for ndim in (2, 1, 2, 1, 2, 1, 2, 1, 2)])
+_ROOM = types.Tuple([_array(_FLOAT, 2)] * 4 + [_array(_INT, 1)] * 2)
+_PARTS = types.Tuple([_array(_FLOAT, 4), _array(_FLOAT, 1)])
+_BF16 = types.void(
+    _array(_BITS, 3),
+    _array(_BITS, 5),
+    _array(_BITS, 3),
+    _array(_FLOAT, 2),
     _FLOAT,
-    types.Array(_INT, 2, "C"),
-    types.Array(_INT, 1, "C"),
-    LISTS,
-    ROOM,
-    PARTS,
+    _array(_INT, 2),
+    _array(_INT, 1),
+    _LISTS,
+    _ROOM,
+    _PARTS,
 )
 
 
-# Two functions and not one with an option: numba's cache would take one for the other.
-@njit(BF16)
+@njit(_BF16)
 def attend_alone(q, pages, out, lse, scale, tasks, shares, lists, room, parts):
-    """One layer in the calling thread: all splits, then their merge."""
+    """One layer in the calling thread: the tasks of every worker, then the merge."""
     for w in range(shares.shape[0] - 1):
         run_tasks(q, pages, scale, shares[w], shares[w + 1], w, tasks, lists, room, parts)
     merge_splits(out, lse, lists[5], room, parts)
 
 
-@njit(BF16, parallel=True)
+@njit(_BF16, parallel=True)
 def attend_together(q, pages, out, lse, scale, tasks, shares, lists, room, parts):
-    """One layer by several threads: worker w runs tasks[shares[w]:shares[w + 1]], then the splits are merged."""
+    """One layer by several threads: worker w runs tasks[shares[w]:shares[w + 1]]; then a merge."""
     for w in prange(shares.shape[0] - 1):
         run_tasks(q, pages, scale, shares[w], shares[w + 1], np.int64(w), tasks, lists, room, parts)
     merge_splits(out, lse, lists[5], room, parts)

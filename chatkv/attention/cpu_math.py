@@ -1,4 +1,4 @@
-"""Arithmetic of the CPU kernels: an exponential, a softmax, a sum of weighted rows. Flat arrays only.
+"""Arithmetic of the CPU kernels: exponential, softmax, sums of weighted rows. Flat arrays only.
 
 Every rounding is written down (`fma`, no fastmath) and every sum has one order, so that neither
 vector width nor the blocks that are summed together move a bit.

@@ -1,4 +1,4 @@
-"""What all layers of one step share on the CPU: who sees which slots, and who works on what. Numpy arrays only."""
+"""What all layers of one step share on the CPU: who sees which slots, and who works on what."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from chatkv.attention.jit import njit
 NO_WORDS = np.zeros((0, 0), np.int64)
 NO_RANGES = np.zeros((0, 0, 2), np.int32)
 NO_POSITIONS = np.zeros((0, 0), np.int32)
-NO_ENTRIES = np.zeros((0, 0), np.int64)
+NO_LANES = np.zeros((0, 0), np.int64)
 NO_PLACES = np.zeros(0, np.int64)
-SERIAL_COST = 6000
-"""Work, in keys times queries, below which a second thread costs more than it brings."""
+SERIAL_COST = 2500
+"""Work, in keys times rows, below which a second thread costs more than it brings."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """The arguments of the kernel after lse. Scratch belongs to the planner: one layer runs at a time."""
+    """The arguments of the kernel after lse; numpy arrays only."""
 
     arguments: tuple[Any, ...]
     num_workers: int
@@ -48,14 +48,12 @@ class Planner:
         """Lay out one call for every layer of a step."""
         starts = np.array(call.q_start_host, np.int64)
         lengths = np.array(call.kv_len_host, np.int64)
-        num_rows, longest = call.num_rows, int(lengths.max(initial=0))
-        rows = np.diff(starts)
+        rows, num_rows, longest = np.diff(starts), call.num_rows, int(lengths.max(initial=0))
         most_rows, group = int(rows.max(initial=0)), num_query_heads // num_kv_heads
         pieces, splits = -(-(SPLIT + most_rows) // SPLIT), -(-longest // SPLIT)
-        positions = _positions(call)
-        is_masked = call.valid is not None or call.window is not None
         num_tasks = int(((lengths - rows) // SPLIT + 1)[rows > 0].sum()) * num_kv_heads
         tasks, costs = np.empty((num_tasks, 3), np.int64), np.empty(num_tasks, np.int64)
+        has_gaps = call.valid is not None or call.window is not None
         lists = (
             np.empty((len(lengths), 4), np.int64),
             np.empty(int(lengths.sum()), np.int64),
@@ -63,9 +61,9 @@ class Planner:
             np.empty(num_rows * most_rows, np.int64),
             np.empty((num_rows, pieces + 1), np.int64),
             np.empty(num_rows, np.int64),
-            np.empty((num_rows, splits * SPLIT), np.int64) if is_masked else NO_ENTRIES,
-            np.empty(num_rows * splits * SPLIT, np.int64) if is_masked else NO_PLACES,
-            np.zeros((num_rows, splits), np.int64) if is_masked else NO_ENTRIES,
+            np.empty((num_rows, splits * SPLIT), np.int64) if has_gaps else NO_LANES,
+            np.empty(num_rows * splits * SPLIT, np.int64) if has_gaps else NO_PLACES,
+            np.zeros((num_rows, splits), np.int64) if has_gaps else NO_LANES,
         )
         lay_out(
             starts,
@@ -73,7 +71,7 @@ class Planner:
             call.page_table.contiguous().numpy(),
             NO_WORDS if call.ancestors is None else call.ancestors.contiguous().numpy(),
             NO_RANGES if call.valid is None else call.valid.contiguous().numpy(),
-            positions,
+            _positions(call),
             call.window or 0,
             page_size,
             num_kv_heads,
@@ -84,11 +82,10 @@ class Planner:
         )
         workers = threads if costs.sum() > SERIAL_COST else 1
         shares = share_out(tasks, costs, workers)
-        lines = most_rows * group
-        width = -(-(SPLIT + most_rows) // TILE) * TILE
+        lines, width = max(1, most_rows * group), -(-(SPLIT + most_rows) // TILE) * TILE
         room = (
             self._floats("tiles", workers, head_dim * TILE),
-            self._floats("queries", workers, max(lines, 1) * head_dim),
+            self._floats("queries", workers, lines * head_dim),
             self._floats("scores", workers, max(lines * width, splits)),
             self._floats("weights", workers, lines * pieces * SPLIT),
             np.arange(head_dim) * TILE,
@@ -98,6 +95,7 @@ class Planner:
             self._floats("sums", num_kv_heads, num_rows * group, splits, 2),
             self._floats("outs", num_query_heads * num_rows * splits * head_dim),
         )
+        # The kernel works in base 2.
         scale = call.score_scale(head_dim) * math.log2(math.e)
         return CpuPlan((scale, tasks, shares, lists, room, parts), workers)
 
@@ -109,7 +107,7 @@ class Planner:
 
 
 def _positions(call: AttentionCall) -> NDArray[np.int32]:
-    """[1 + N, ...]: the rows' positions, then those of each sequence's entries; empty without a window."""
+    """[1 + N, :]: positions of rows, then of each sequence's entries; empty without a window."""
     if call.window is None or call.q_pos is None or call.page_pos is None:
         return NO_POSITIONS
     rows, entries = call.q_pos.shape[0], call.page_pos.shape[1]
@@ -121,21 +119,26 @@ def _positions(call: AttentionCall) -> NDArray[np.int32]:
 
 @njit
 def lay_out(
-    q_start, kv_len, table, words, valid, positions, window, page_size, num_kv_heads, dim, lists, tasks, costs
+    q_start, kv_len, table, words, valid, positions, window,
+    page_size, num_kv_heads, dim, lists, tasks, costs,
 ):  # fmt: skip
     """Work out who sees what, and cut the work into tasks.
 
     Args:
-        words, valid, positions: As in the call; of length 0 for chains, without holes, without a window.
-        lists: To fill, int64. A place is where a slot's key under head 0 lies in the flat pages.
+        words, valid, positions: As in the call; of length 0 for chains, without holes, without a
+            window.
+        lists: To fill, int64. A place is where the key of a slot under head 0 lies in flat pages.
             seqs [N, 4]: first row, rows, stored slots, and where its slots begin in `slots`.
             slots [sum of kv_len]: the place of every slot.
-            own [T, R], places [T * R]: the new rows that a row sees, by depth, and their places.
-            cuts [T, C + 1]: own[cuts[c]:cuts[c + 1]] lie in split c, counted from the one that new slots begin in.
+            own [T, R], places [T * R]: new rows that a row sees, by depth, and their places.
+            cuts [T, C + 1]: own[cuts[c]:cuts[c + 1]] lie in split c, counted from the one that
+                the new slots begin in.
             limits [T]: logical length of a row, itself included.
-            lanes [T, X * SPLIT], stays [T * X * SPLIT], counts [T, X]: only with holes or a window. Of each split, the
-                stored slots (counted from its start) that a row sees, their places, and how many they are.
-        tasks: [K, 3] to fill: sequence, kv head, split; whole splits first. costs: [K], in keys times queries.
+            lanes [T, X * SPLIT], stays [T * X * SPLIT], counts [T, X]: with holes or a window only.
+                Of each split, the stored slots that a row sees, counted from the split's start,
+                their places, and how many they are.
+        tasks: [K, 3] to fill: sequence, kv head, split; whole splits first.
+        costs: [K] to fill, in keys times rows.
     """
     seqs, slots, own, places, cuts, limits, lanes, stays, counts = lists
     base = 0
@@ -190,7 +193,11 @@ def lay_out(
 
 @njit("int64[::1](int64[:,::1], int64[::1], int64)")
 def share_out(tasks, costs, num_workers):
-    """Give each task to the worker with the least to do, and sort tasks by worker; returns where each begins."""
+    """Give each task to the worker with the least to do, and sort the tasks by worker.
+
+    Returns:
+        [num_workers + 1]: where the tasks of each worker begin.
+    """
     num = costs.shape[0]
     loads, owner = np.zeros(num_workers, np.int64), np.empty(num, np.int64)
     shares = np.zeros(num_workers + 1, np.int64)

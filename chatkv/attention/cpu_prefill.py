@@ -1,8 +1,8 @@
-"""Attention of one prompt chunk on the CPU, through torch's own kernel. Knows one sequence, its stored history and the
-chunk's own keys.
+"""Attention of one prompt chunk on the CPU, through torch's own kernel.
 
-A row's bits are not those of the step kernel, but a function of the chunk's shape and of the row's own history: the
-shape of the call never depends on how much of the chunk is real, and a masked key has weight exactly 0.
+Knows one sequence, its stored history and the chunk's own keys. A row's bits are not those of the
+step kernel, but a function of the chunk's shape and of the row's own history: the shape of the call
+never depends on how much of the chunk is real, and a key that is masked weighs exactly 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 def attend_chunk(
     q: Tensor, k: Tensor, v: Tensor, pages: Tensor, entries: Tensor, start: int, num_rows: int
 ) -> Tensor:
-    """Attend a chunk of C rows, of which the first `num_rows` are real, to `start` stored slots and to itself.
+    """Attend a chunk of C rows, the first `num_rows` of them real, to what is stored and to itself.
 
     Args:
         q: [C, HQ, D] bfloat16 or float32, rotated.
@@ -36,11 +36,11 @@ def attend_chunk(
     both = torch.empty((2, num_kv_heads, start + rows, head_dim), dtype=q.dtype)
     history = pages[entries[: -(-start // size)].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
     both[:, :, :start] = history[:, :, :start]
-    # 0 * NaN is NaN: what fills the chunk must be finite to weigh nothing.
+    # A weight of 0 times NaN is NaN: what fills the chunk has to be finite.
     both[:, :, start + num_rows :] = 0
     for own, rows_of in zip((k, v), both, strict=True):
         rows_of[:, start : start + num_rows] = own[:num_rows].transpose(0, 1)
-    # Heads that share keys become rows, so that a key is multiplied once for all of them.
+    # Heads that share keys become rows, so that a key is read once for all of them.
     queries = q.view(rows, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
     out = F.scaled_dot_product_attention(
         queries[None], both[:1], both[1:], attn_mask=_causal_mask(rows, group, start, q.dtype)
@@ -51,6 +51,6 @@ def attend_chunk(
 
 @lru_cache(maxsize=2)
 def _causal_mask(rows: int, group: int, start: int, dtype: torch.dtype) -> Tensor:
-    """[rows * group, start + rows]: 0 where a row sees a key, else -inf. The same for all layers of a chunk."""
+    """[rows * group, start + rows]: 0 where a row sees a key, else -inf. Kept for more layers."""
     mask = torch.full((rows, start + rows), -torch.inf, dtype=dtype).triu(start + 1)
     return mask.repeat_interleave(group, 0)

@@ -22,7 +22,15 @@ import platformdirs
 from numba import prange
 from numba.core import types
 
-__all__ = ["bits_to_float32", "float32_to_bits", "fma", "intrinsic", "njit", "prange", "set_threads"]
+__all__ = [
+    "bits_to_float32",
+    "float32_to_bits",
+    "fma",
+    "intrinsic",
+    "njit",
+    "prange",
+    "set_threads",
+]
 
 SHARED = ("jit.py", "simd.py", "cpu_math.py")
 
@@ -55,11 +63,12 @@ def _cache_folder() -> str:
     digest = hashlib.blake2b(digest_size=6)
     for name in SHARED:
         digest.update(Path(__file__).with_name(name).read_bytes())
-    return str(Path(platformdirs.user_cache_dir("chatkv"), "numba", digest.hexdigest()))
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    root = Path(folder) if folder else Path(platformdirs.user_cache_dir("chatkv"), "numba")
+    return str(root / digest.hexdigest())
 
 
-if not os.environ.get("NUMBA_CACHE_DIR"):
-    _config.CACHE_DIR = _cache_folder()
+_config.CACHE_DIR = _cache_folder()
 if not os.environ.get("NUMBA_THREADING_LAYER"):
     _config.THREADING_LAYER = _share_openmp()
 

@@ -53,23 +53,27 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend the new rows of N sequences to their own pages.
 
-    A row sees the stored slots of its sequence that exist, and those new rows that its ancestor bits name.
+    A row sees the stored slots of its sequence that exist, and the new rows that its ancestor bits
+    name.
 
     Args:
-        q: [T, HQ, D] float, rotated already. Rows of one sequence are adjacent, parents before children. Rows from
-            q_start[N] on are padding: not computed, their outputs are undefined.
-        pages: [P, 2, HK, S, D], keys (rotated) in [:, 0], values in [:, 1]. Dtype of q, int8 or float8_e4m3fn; or
-            uint8 with D / 2 columns for int4 (low nibble channel d, high nibble channel d + D / 2, code - 8).
-        page_table, q_start, kv_len, ancestors, valid, q_pos, page_pos, window, scale: As in `AttentionCall`.
-        scales: [P, 2, HK, S, C] float16 for quantised pages: value = code * scale. C is 1 for int8 and fp8, D / 32
-            for int4 (32 neighbouring channels share one).
+        q: [T, HQ, D] float, rotated already. Rows of one sequence are adjacent, parents before
+            children. Rows from q_start[N] on are padding: not computed, their outputs undefined.
+        pages: [P, 2, HK, S, D], keys (rotated) in [:, 0], values in [:, 1]. Dtype of q, int8 or
+            float8_e4m3fn; or uint8 with D / 2 columns for int4 (low nibble channel d, high nibble
+            channel d + D / 2, code - 8).
+        page_table, q_start, kv_len: As in `AttentionCall`, and with them
+        ancestors, valid, q_pos, page_pos, window, scale.
+        scales: [P, 2, HK, S, C] float16 for quantised pages: value = code * scale. C is 1 for int8
+            and fp8, D / 32 for int4 (32 neighbouring channels share one).
 
     Returns:
         out: [T, HQ, D], dtype of q.
-        lse: [T, HQ], natural log of the sum of exp(score * scale) over the keys seen. Always finite. float32
-            (float64 for a float64 q).
+        lse: [T, HQ] float32 (float64 for a float64 q), natural log of the sum of
+            exp(score * scale) over the keys seen. Always finite.
 
-    Slots at or past kv_len or outside `valid` are never used: NaN there reaches no row. No argument is modified.
+    Slots at or past kv_len or outside `valid` are never used: NaN there reaches no row. Nothing is
+    modified.
 
     Raises:
         ValueError: A shape or dtype breaks the contract.
@@ -114,7 +118,7 @@ def attend(
 
 
 def visible_slots(call: AttentionCall, n: int, row: int, page_size: int) -> Tensor:
-    """Slots that row `row` of sequence n sees, in ascending order, [L] int64 on the call's device."""
+    """Slots that row `row` of sequence n sees, ascending, [L] int64 on the call's device."""
     first, stop = call.q_start_host[n : n + 2]
     stored = call.kv_len_host[n] - (stop - first)
     slot = torch.arange(stored, device=call.page_table.device)

@@ -1,6 +1,6 @@
-"""Rows into pages, rows between slots, pages onto pages. Knows layouts and codes; not who owns a page.
+"""Rows into pages, rows between slots, pages onto pages. Knows layouts and codes, no owners.
 
-A physical slot is page id * S + offset, int64. Each operation stands beside its plain torch version.
+A physical slot is page id * S + offset, int64. Fast versions stand beside plain torch ones.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def quantise(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         dtype: int8 or float8_e4m3fn (one scale a row), or uint8 for int4 (one per 32 channels).
 
     Returns:
-        codes: [..., D] in `dtype` ([..., D / 2] uint8 for int4: low nibble channel d, high nibble d + D / 2).
-        scales: [..., C] float16, largest magnitude over the largest code. A row of zeros gets scale 0.
+        codes: [..., D] in `dtype`; for int4 [..., D / 2] uint8, low nibble channel d, high nibble
+            channel d + D / 2.
+        scales: [..., C] float16, largest magnitude over largest code. Zeros get scale 0.
     """
     limit = CODE_LIMIT[dtype]
     group = INT4_GROUP if dtype == torch.uint8 else rows.shape[-1]
@@ -75,7 +76,7 @@ def quantise(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def compact(pages: Tensor, scales: Tensor | None, src: Tensor, dst: Tensor) -> None:
-    """Move rows of all layers to other slots, bit for bit. Sources are read before anything is written.
+    """Move rows of all layers to other slots, bit for bit. Sources are read before any is written.
 
     Args:
         pages: [L, P, 2, HK, S, D], modified.

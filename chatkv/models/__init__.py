@@ -1,1 +1,1 @@
-"""."""
+"""Models: where they come from, how they are read, and the forward pass."""

@@ -23,8 +23,8 @@ QKV, OUT, GATE_UP, DOWN = range(4)
 FEW_ROWS = 2
 """Up to so many rows, row work is done by the calling thread: waking the others costs more."""
 
-ROW_BLOCK = 8
-"""Rows whose gate and up outputs are used while they are still in the cache."""
+GATE_BLOCKS, GATE_ROWS = 8, 8
+"""Blocks of 32 channels, and rows, that are gated while they are still in the nearest cache."""
 
 _ROWS = "float32[:,::1], int16[:,::1], float32[:,:,::1]"
 
@@ -46,15 +46,17 @@ def _share_gates(
     weights, matrix, worker, workers, rows, codes, scales, pairs, acts, act_codes, act_scales
 ):  # fmt: skip
     """A worker's channels of the feed-forward layer: gate and up, their product, its codes."""
-    start, stop = share(matrix[2] // 4, worker, workers)  # in blocks of 32 channels
-    for first in range(0, rows, ROW_BLOCK):
-        count = min(ROW_BLOCK, rows - first)
-        for tile in range(start * 4, stop * 4):
-            tile_rows(weights, matrix, tile, codes, scales, first, count, pairs, tile * 16, 0)
-        for r in range(first, first + count):
-            row = acts[r, start * 32 : stop * 32]
-            gate_row(pairs[r, start * 64 : stop * 64], row)
-            quantise_row(row, act_codes[r, start * 32 : stop * 32], act_scales[r, start:stop])
+    begin, end = share(matrix[2] // 4, worker, workers)  # in blocks of 32 channels
+    for start in range(begin, end, GATE_BLOCKS):
+        stop = min(start + GATE_BLOCKS, end)
+        for first in range(0, rows, GATE_ROWS):
+            count = min(GATE_ROWS, rows - first)
+            for tile in range(start * 4, stop * 4):
+                tile_rows(weights, matrix, tile, codes, scales, first, count, pairs, tile * 16, 0)
+            for r in range(first, first + count):
+                row = acts[r, start * 32 : stop * 32]
+                gate_row(pairs[r, start * 64 : stop * 64], row)
+                quantise_row(row, act_codes[r, start * 32 : stop * 32], act_scales[r, start:stop])
 
 
 @njit("void(uint8[::1], int64[::1], int32[::1], float32[:,::1])")

@@ -2,10 +2,9 @@
 
 Knows the Llama family's forward pass on a CPU. Knows no sequence, no sampling and no text.
 
-Two ways through it. `step` takes up to 64 rows of any sequences and trees: a row's logits and K/V
-have the bits of plain decoding, whatever rows are beside it. `prefill` takes a chunk of a prompt:
-faster attention, other last bits, but the same for the same chunk start and ids. The linear layers
-are the same kernels in both.
+A row's logits and K/V have the bits of plain decoding, whatever rows are beside it: in a tree,
+among other sequences, or in a chunk of a prompt. All rows go through the same kernels, and none is
+padded.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from chatkv.attention.call import AttentionCall
 from chatkv.attention.cpu import CpuBackend
 from chatkv.attention.jit import set_threads
 from chatkv.kv.pool import PagePool
@@ -38,7 +38,7 @@ class Decoder:
 
     max_step_rows = 64
     chunk_tokens = 128
-    """Rows of a prompt chunk. Part of the bits."""
+    """Rows of a prompt that are run at once. Chosen for speed: it changes no bit."""
     page_size = 16
 
     def __init__(self, model: Weights, tokenizer: Tokenizer, *, threads: int | None = None) -> None:
@@ -59,7 +59,6 @@ class Decoder:
         self._rotary = rotary_tables(spec.head_dim, spec.rope_theta, spec.rope_factors, 0, 1024)
         rows = max(self.max_step_rows, self.chunk_tokens)
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        # Cleared once: prefill pads queries with what an earlier call left, which must be finite.
         self._hidden = np.zeros((rows, spec.hidden_size), np.float32)
         self._qkv = np.zeros((rows, (heads + 2 * kv_heads) * dim), np.float32)
         self._q = np.zeros((rows, heads, dim), np.uint16)
@@ -95,8 +94,7 @@ class Decoder:
 
     def identity(self, page_tokens: int) -> dict[str, object]:
         """Everything that changes the bits of a page, for the fingerprint."""
-        about = self.spec.identity(page_tokens, self.backend_name)
-        return {**about, "chunk": self.chunk_tokens}
+        return {**self.spec.identity(page_tokens, self.backend_name)}
 
     def new_pool(self, num_tokens: int) -> PagePool:
         """A pool for at least so many tokens of this model."""
@@ -127,19 +125,7 @@ class Decoder:
             raise ValueError(f"A step of {rows} rows; 1 to {self.max_step_rows} can be run.")
         if len(batch.positions) != rows or len(batch.slots) != rows or batch.call.num_rows != rows:
             raise ValueError(f"{rows} tokens, but other numbers of positions, slots or call rows.")
-        spec = self.spec
-        pages = pool.data.view(torch.uint16).numpy()
-        plan = self.backend.plan(
-            batch.call, spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size
-        )
-        self._start(batch.tokens)
-        cos, sin = self._angles(batch.positions)
-        slots = np.ascontiguousarray(batch.slots, np.int64)
-        q, attended = self._q[:rows], self._attended[:rows]
-        for layer in range(spec.num_layers):
-            self._before(layer, rows, cos, sin, slots, q, pages[layer])
-            self.backend.attend_rows(plan, q, pages[layer], attended)
-            self._after(layer, rows, attended)
+        self._forward(batch.tokens, batch.positions, batch.slots, batch.call, pool)
         picked = np.arange(rows) if batch.logit_rows is None else batch.logit_rows
         return self._logits(picked)
 
@@ -155,7 +141,7 @@ class Decoder:
         chunk_rows: int,
         want_logits: bool,
     ) -> np.ndarray | None:
-        """Run the given ids of one chunk behind `known` stored slots.
+        """Run the given ids of one chunk behind `known` stored slots, with the bits of `step`.
 
         Args:
             tokens: The new ids; with what is known of the chunk at most `chunk_rows`.
@@ -164,37 +150,46 @@ class Decoder:
             slots: [len(tokens)] int64, page * page_size + offset of each new id.
             entries: int32 page ids of the sequence.
             pool: Where keys and values are.
-            chunk_rows: Rows of the whole chunk, as `chunk` said: the shape, and so the bits.
+            chunk_rows: Rows of the whole chunk, as `chunk` said. Only checked: here a row's bits
+                do not depend on the shape of its chunk.
             want_logits: Whether the last id's logits are needed.
 
         Returns:
             logits [V] float32 of the last id, good until the next call, or None.
         """
         rows, first = len(tokens), known - start
-        stop = first + rows
-        if rows < 1 or first < 0 or stop > chunk_rows or len(slots) != rows:
+        if rows < 1 or first < 0 or first + rows > chunk_rows or len(slots) != rows:
             raise ValueError(f"{rows} tokens at row {first} of a chunk of {chunk_rows} rows.")
-        if chunk_rows > len(self._q):
-            raise ValueError(f"A chunk of {chunk_rows} rows; {len(self._q)} can be run.")
-        pages = pool.data.view(torch.uint16).numpy()
+        if rows > self.chunk_tokens:
+            raise ValueError(f"A chunk of {rows} tokens; {self.chunk_tokens} can be run.")
+        table = torch.from_numpy(np.ascontiguousarray(entries, np.int32))
+        call = AttentionCall.of(table[None], [rows], [known + rows])
         positions = np.arange(known, known + rows)
-        self._start(np.array(tokens, np.int32))
+        self._forward(np.array(tokens, np.int32), positions, slots, call, pool)
+        return self._logits(np.array([rows - 1]))[0] if want_logits else None
+
+    def _forward(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        call: AttentionCall,
+        pool: PagePool,
+    ) -> None:
+        """All layers, for any rows; leaves the residual stream in its buffer."""
+        spec, rows = self.spec, len(tokens)
+        pages = pool.data.view(torch.uint16).numpy()
+        plan = self.backend.plan(
+            call, spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size
+        )
+        self._start(tokens)
         cos, sin = self._angles(positions)
         slots = np.ascontiguousarray(slots, np.int64)
-        queries = torch.from_numpy(self._q[:chunk_rows]).view(torch.bfloat16)
-        table = torch.from_numpy(np.ascontiguousarray(entries, np.int32))
-        page, offset = np.divmod(np.arange(start, known + rows), pool.page_size)
-        page = entries[page]
-        shape = (2, chunk_rows, self.spec.num_kv_heads, self.spec.head_dim)
-        own = np.zeros(shape, np.uint16)
-        keys, values = torch.from_numpy(own).view(torch.bfloat16)
-        for layer in range(self.spec.num_layers):
-            self._before(layer, rows, cos, sin, slots, self._q[first:stop], pages[layer])
-            own[:, :stop] = pages[layer][page, :, :, offset].swapaxes(0, 1)
-            out = self.backend.prefill(queries, keys, values, pool.data[layer], table, start, stop)
-            attended = out[first:stop].contiguous().view(torch.uint16).numpy()
+        q, attended = self._q[:rows], self._attended[:rows]
+        for layer in range(spec.num_layers):
+            self._before(layer, rows, cos, sin, slots, q, pages[layer])
+            self.backend.attend_rows(plan, q, pages[layer], attended)
             self._after(layer, rows, attended)
-        return self._logits(np.array([rows - 1]))[0] if want_logits else None
 
     def _start(self, tokens: np.ndarray) -> None:
         if min(tokens) < 0 or max(tokens) >= self.spec.vocab_size:

@@ -23,8 +23,8 @@ from numba.extending import intrinsic
 from chatkv.models.packing import Q4_GROUP_BYTES, Q8_GROUP_BYTES
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_INTS, _SHORTS = ir.VectorType(_I32, 16), ir.VectorType(_I16, 32)
-_FLOATS, _HALVES = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.HalfType(), 16)
+INTS, _SHORTS = ir.VectorType(_I32, 16), ir.VectorType(_I16, 32)
+FLOATS, _HALVES = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.HalfType(), 16)
 _BYTES = ir.VectorType(_I8, 32)
 
 
@@ -42,32 +42,32 @@ AHEAD = 12
 """Groups to prefetch: with several rows the processor does not look that far by itself."""
 
 
-def _ints(value: int) -> ir.Constant:
-    return ir.Constant(_INTS, [value] * 16)
+def ints(value: int) -> ir.Constant:
+    return ir.Constant(INTS, [value] * 16)
 
 
-def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+def call_llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
     kind = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return _call(builder, "llvm.fma.v16f32", _FLOATS, a, b, c)
+    return call_llvm(builder, "llvm.fma.v16f32", FLOATS, a, b, c)
 
 
-def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
+def splat(builder: Any, scalar: Any, vector: Any) -> Any:
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, undefined, _ints(0))
+    return builder.shuffle_vector(first, undefined, ints(0))
 
 
 def _dot(builder: Any, way: str, total: Any, w: Any, a: Any) -> Any:
     """total[i] + w[i].low * a[i].low + w[i].high * a[i].high, all int32, halves int16."""
     if way == "vnni":
-        return _call(builder, "llvm.x86.avx512.vpdpwssd.512", _INTS, total, w, a)
+        return call_llvm(builder, "llvm.x86.avx512.vpdpwssd.512", INTS, total, w, a)
     if way == "avx512":
         shorts = [builder.bitcast(x, _SHORTS) for x in (w, a)]
-        pairs = _call(builder, "llvm.x86.avx512.pmaddw.d.512", _INTS, *shorts)
+        pairs = call_llvm(builder, "llvm.x86.avx512.pmaddw.d.512", INTS, *shorts)
         return builder.add(total, pairs)
     if way == "avx2":
         half = ir.VectorType(_I32, 8)
@@ -76,10 +76,10 @@ def _dot(builder: Any, way: str, total: Any, w: Any, a: Any) -> Any:
             pick = ir.Constant(half, list(range(start, start + 8)))
             parts = [builder.shuffle_vector(x, x, pick) for x in (w, a)]
             parts = [builder.bitcast(x, ir.VectorType(_I16, 16)) for x in parts]
-            sums.append(_call(builder, "llvm.x86.avx2.pmadd.wd", half, *parts))
-        pairs = builder.shuffle_vector(*sums, ir.Constant(_INTS, list(range(16))))
+            sums.append(call_llvm(builder, "llvm.x86.avx2.pmadd.wd", half, *parts))
+        pairs = builder.shuffle_vector(*sums, ir.Constant(INTS, list(range(16))))
         return builder.add(total, pairs)
-    by = _ints(16)
+    by = ints(16)
     low = [builder.ashr(builder.shl(x, by), by) for x in (w, a)]
     high = [builder.ashr(x, by) for x in (w, a)]
     return builder.add(total, builder.add(builder.mul(*low), builder.mul(*high)))
@@ -101,21 +101,21 @@ class _Group:
         for offset in range(first, first + size, 64):
             place = self.builder.gep(self.base, [_I64(offset)])
             options = [_I32(0), _I32(3), _I32(1)]  # to read, into every cache level, data
-            _call(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *options)
+            call_llvm(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *options)
 
     def scale(self, offset: int) -> Any:
-        return self.builder.fpext(self.load(offset, _HALVES), _FLOATS)
+        return self.builder.fpext(self.load(offset, _HALVES), FLOATS)
 
     def q4(self, quarter: int) -> list[Any]:
         """Pairs 4 * quarter on, four of them: nibble i of a lane with its nibble i + 4."""
-        packed = self.load(64 * quarter, _INTS)
-        moved = [self.builder.lshr(packed, _ints(4 * i)) if i else packed for i in range(4)]
-        return [self.builder.and_(x, _ints(0x000F000F)) for x in moved]
+        packed = self.load(64 * quarter, INTS)
+        moved = [self.builder.lshr(packed, ints(4 * i)) if i else packed for i in range(4)]
+        return [self.builder.and_(x, ints(0x000F000F)) for x in moved]
 
     def q8(self, quarter: int) -> list[Any]:
         places = range(128 * quarter, 128 * quarter + 128, 32)
         wide = [self.builder.sext(self.load(p, _BYTES), _SHORTS) for p in places]
-        return [self.builder.bitcast(x, _INTS) for x in wide]
+        return [self.builder.bitcast(x, INTS) for x in wide]
 
 
 def tile_kernel(kind: str, rows: int, way: str = HOST_DOT) -> Any:
@@ -153,8 +153,8 @@ def tile_kernel(kind: str, rows: int, way: str = HOST_DOT) -> Any:
         def codegen(context: Any, b: Any, _signature: Any, args: Any) -> Any:
             weights, groups, codes, scales, out, width, add = args
             bytes_, shorts, floats = (t.as_pointer() for t in (_I8, _I16, ir.FloatType()))
-            zeros = ir.Constant(_FLOATS, [0.0] * 16)
-            sums = [cgutils.alloca_once(b, _FLOATS) for _ in range(rows)]
+            zeros = ir.Constant(FLOATS, [0.0] * 16)
+            sums = [cgutils.alloca_once(b, FLOATS) for _ in range(rows)]
             for place in sums:
                 b.store(zeros, place)
             steps = [b.mul(groups, _I64(r)) for r in range(rows)]
@@ -166,31 +166,31 @@ def tile_kernel(kind: str, rows: int, way: str = HOST_DOT) -> Any:
                 group.prefetch(size)
                 at = b.mul(loop.index, _I64(32))
                 pairs = [b.bitcast(b.gep(x, [at]), _I32.as_pointer()) for x in code_rows]
-                totals = [[_ints(0)] * partial for _ in range(rows)]
+                totals = [[ints(0)] * partial for _ in range(rows)]
                 for quarter in range(4):
                     vectors = group.q4(quarter) if kind == "q4" else group.q8(quarter)
                     for pair, total in zip(pairs, totals, strict=True):
                         for i, vector in enumerate(vectors):
                             value = b.load(b.gep(pair, [_I64(4 * quarter + i)]))
-                            spread = _splat(b, value, _INTS)
+                            spread = splat(b, value, INTS)
                             total[i % partial] = _dot(b, way, total[i % partial], vector, spread)
                 scale = group.scale(size - (64 if kind == "q4" else 32))
                 least = group.scale(size - 32) if kind == "q4" else None
                 for total, scale_row, place in zip(totals, scale_rows, sums, strict=True):
                     first = b.gep(scale_row, [b.mul(loop.index, _I64(2))])
-                    factor = b.fmul(scale, _splat(b, b.load(first), _FLOATS))
+                    factor = b.fmul(scale, splat(b, b.load(first), FLOATS))
                     whole = total[0]
                     for more in total[1:]:
                         whole = b.add(whole, more)
-                    value = _fma(b, b.sitofp(whole, _FLOATS), factor, b.load(place))
+                    value = _fma(b, b.sitofp(whole, FLOATS), factor, b.load(place))
                     if least is not None:
-                        code_sum = _splat(b, b.load(b.gep(first, [_I64(1)])), _FLOATS)
+                        code_sum = splat(b, b.load(b.gep(first, [_I64(1)])), FLOATS)
                         value = _fma(b, least, code_sum, value)
                     b.store(value, place)
             adds = b.icmp_signed("!=", add, _I64(0))
             for r, place in enumerate(sums):
                 to = b.gep(b.inttoptr(out, floats), [b.mul(width, _I64(r))])
-                to = b.bitcast(to, _FLOATS.as_pointer())
+                to = b.bitcast(to, FLOATS.as_pointer())
                 value = b.load(place)
                 with b.if_else(adds) as (then, otherwise):
                     with then:

@@ -17,8 +17,8 @@ import numpy as np
 from chatkv.attention.cpu_math import exp2
 from chatkv.attention.jit import bits_to_float32, float32_to_bits, fma, njit
 from chatkv.models.packing import Q8_GROUP_BYTES
+from chatkv.models.row_lanes import MAX_CODE, SMALLEST, quantise_blocks
 
-MAX_CODE = 32767
 _LOG2E = np.float32(math.log2(math.e))
 
 
@@ -54,24 +54,7 @@ def quantise_row(x, codes, scales):
         codes: [K] int16, filled. x is close to codes * scale, within half a step of max / 32767.
         scales: [K / 32, 2] float32, filled: scale, and scale * sum of the block's codes.
     """
-    for block in range(scales.shape[0]):
-        at = block * 32
-        # As integers, magnitudes sort like floats and NaN comes out on top, so NaN is not hidden.
-        top = np.int32(0)
-        for i in range(at, at + 32):
-            top = max(top, float32_to_bits(x[i]) & np.int32(0x7FFFFFFF))
-        largest = bits_to_float32(top)
-        scale = largest / np.float32(MAX_CODE)
-        inverse = np.float32(0.0)
-        if largest > np.float32(1e-30):
-            inverse = np.float32(MAX_CODE) / largest
-        total = np.int32(0)
-        for i in range(at, at + 32):
-            code = np.int32(np.rint(x[i] * inverse))
-            codes[i] = np.int16(code)
-            total += code
-        scales[block, 0] = scale
-        scales[block, 1] = scale * np.float32(total)
+    quantise_blocks(x.ctypes.data, codes.ctypes.data, scales.ctypes.data, scales.shape[0])
 
 
 def quantise_plain(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,7 +62,9 @@ def quantise_plain(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     blocks = x.reshape(x.shape[0], -1, 32)
     largest = np.abs(blocks).max(-1)
     with np.errstate(divide="ignore"):
-        inverse = np.where(largest > 1e-30, np.float32(MAX_CODE) / largest, np.float32(0))
+        inverse = np.where(
+            largest > np.float32(SMALLEST), np.float32(MAX_CODE) / largest, np.float32(0)
+        )
     codes = np.rint(blocks * inverse[..., None].astype(np.float32)).astype(np.int16)
     scale = largest / np.float32(MAX_CODE)
     sums = scale * codes.sum(-1, dtype=np.int32).astype(np.float32)
@@ -176,12 +161,14 @@ def gate_row(pairs, out):
         out: [n] float32, n a multiple of 32.
     """
     for block in range(0, out.shape[0], 32):
+        # Three arrays of one step each: what LLVM makes vectors of.
+        gate, up = pairs[2 * block : 2 * block + 32], pairs[2 * block + 32 : 2 * block + 64]
+        to = out[block : block + 32]
         for i in range(32):
-            g = pairs[2 * block + i]
             # exp2 wants arguments up to 0: e / (1 + e) and 1 / (1 + e) are the sigmoid's two sides.
-            small = exp2(-abs(g) * _LOG2E)
-            top = np.float32(1.0) if g >= np.float32(0.0) else small
-            out[block + i] = g * top / (np.float32(1.0) + small) * pairs[2 * block + 32 + i]
+            small = exp2(-abs(gate[i]) * _LOG2E)
+            top = np.float32(1.0) if gate[i] >= np.float32(0.0) else small
+            to[i] = gate[i] * top / (np.float32(1.0) + small) * up[i]
 
 
 def gate_plain(pairs: np.ndarray) -> np.ndarray:

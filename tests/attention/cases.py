@@ -88,7 +88,7 @@ class Case:
         return path
 
     def plain(self, n: int, row: int, seed: int) -> Case:
-        """Plain decoding of one row: its path stored in order, in a pool of its own, and one new row."""
+        """Plain decoding of one row: its path stored in order in another pool, and one new row."""
         call, size = self.call, self.pages.shape[3]
         first = call.q_start_host[n]
         stored = call.kv_len_host[n] - len(self.parents[n])
@@ -148,9 +148,10 @@ def make_case(
 ) -> Case:
     """Sequences with these trees of new rows behind so many stored slots.
 
-    Page ids are scattered, unused table entries name no page, q has two rows of padding. With `holes` entries lose
-    slots at either end, some lose all, and new rows' slots are marked as lost, which must not matter. With `window`
-    positions start below 0 and fall 5 behind the slots after the first entry.
+    Page ids are scattered, unused table entries name no page, q has two rows of padding. With
+    `holes` entries lose slots at either end, some lose all, and new rows' slots are marked as lost,
+    which must not matter. With `window` positions start below 0 and fall 5 behind the slots after
+    the first entry.
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads

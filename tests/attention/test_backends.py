@@ -122,8 +122,9 @@ def test_rows_of_padding_are_left_alone(cpu):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_sweep(cpu, dtype, page_size, heads, head_dim):
     kind = {"dtype": dtype, "page_size": page_size, "heads": heads, "head_dim": head_dim}
+    sizes = (1, 2, 5, 16, 17, 64, 65)
     for seed, stored in enumerate([0, 1, 47, 130, 255, 256, 700, 1500]):
-        for rows in (1, 2, 5, 16, 17, 64, 65):
+        for rows in (sizes[seed % 7], sizes[(seed + 3) % 7]):
             trees = [random_tree(rows, seed), chain(rows), star(3)]
             for holes, window in ((False, None), (True, None), (True, 50), (False, 300)):
                 starts = [stored, seed, stored // 2]

@@ -17,8 +17,10 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 class ShapeDependentBackend(CpuBackend):
-    """Right, but not exact: with more than one row it takes the stored pages in another order, and so cuts and adds
-    them differently. What a kernel that picks its splits by the shape of the call would do."""
+    """Right, but not exact: with several rows it takes the stored pages in another order.
+
+    So it cuts and adds keys differently, as a kernel does that picks splits by the call's shape.
+    """
 
     def attend(self, call, q, pages, *, scales=None):
         rows, whole = call.num_rows, (call.kv_len_host[0] - call.num_rows) // pages.shape[3]

@@ -1,4 +1,4 @@
-"""A prompt chunk: right values, and bits that depend on nothing but the chunk's place and a row's own history."""
+"""A prompt chunk: right values, and bits that only the chunk's place and a row's history decide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def chunk_of(start, rows, dtype=BF16, heads=(9, 3), page_size=16):
     """A chain of `rows` rows behind `start` slots, and the rows' own keys and values apart."""
-    case = make_case([chain(rows)], [start], dtype=dtype, heads=heads, page_size=page_size, seed=start)
+    case = make_case(
+        [chain(rows)], [start], dtype=dtype, heads=heads, page_size=page_size, seed=start
+    )
     slots = start + torch.arange(rows)
     page = case.call.page_table[0][slots // page_size].long()
     k, v = case.pages[page, :, :, slots % page_size].unbind(1)
@@ -91,7 +93,7 @@ def test_threads_change_no_bit():
 
 
 def test_another_shape_is_noticed():
-    """The control: were the chunk cut to its real rows, bits would differ, and the tests above would see it."""
+    """The control: a chunk cut to its real rows has other bits, which the tests above would see."""
     case, q, k, v = chunk_of(448, 128)
     whole = run(case, q, k, v, 448, 128)
     cut = [run(case, q[:n], k[:n], v[:n], 448, n) for n in (1, 7, 33, 90)]

@@ -74,7 +74,9 @@ def test_words_of_a_chain_change_nothing():
     case = make_case([chain(70)], [10])
     words = replace(case.call, ancestors=causal_ancestors(70))
     for a, b in zip(
-        attend(case.call, case.q, case.pages, None), attend(words, case.q, case.pages, None), strict=True
+        attend(case.call, case.q, case.pages, None),
+        attend(words, case.q, case.pages, None),
+        strict=True,
     ):
         assert torch.equal(a[:70], b[:70])
 

@@ -183,15 +183,15 @@ def test_a_chunk_has_the_same_bits_whatever_follows_and_wherever_it_lies(tiny):
         np.testing.assert_array_equal(part.rows(0, 200), whole.rows(0, 200))
 
 
-def test_the_two_paths_agree_within_rounding(tiny):
+def test_a_prompt_has_the_bits_of_decoding(tiny):
     tokens = some_tokens(tiny, 150)
-    chunks, chain = Run(tiny), Run(tiny)
+    chunks, chain = Run(tiny), Run(tiny, seed=4, poison=HUGE)
     chunks.prefill(tokens[:128], 0)
     last = chunks.prefill(tokens[128:], 128)
-    for start in range(0, 150, 50):
-        logits = chain.step(tokens[start : start + 50], start)
-    # Both round K/V to bfloat16, on other last bits: measured 0.015, logits to 4.
-    assert 0 < errors(last, logits[-1])[1] < 0.03
+    for position, token in enumerate(tokens):
+        logits = chain.step([token], position)
+    np.testing.assert_array_equal(last, logits[0])
+    np.testing.assert_array_equal(chunks.rows(0, 150), chain.rows(0, 150))
 
 
 def test_only_the_given_slots_are_written(tiny):
@@ -250,7 +250,7 @@ def test_what_cannot_be_run_is_refused(tiny):
 def test_identity_names_what_changes_bits(tiny, make_gguf, cache, tmp_path):
     about = tiny.identity(16)
     assert about["weights"] == tiny.spec.weights_digest
-    assert {"page_tokens": 16, "chunk": 128, "pool_dtype": "bfloat16"}.items() <= about.items()
+    assert (about["page_tokens"], about["pool_dtype"]) == (16, "bfloat16")
     assert tiny.backend.numerics in str(about["backend"])
     other = weights.load(ModelFile("tiny", make_gguf(tmp_path / "other.gguf", seed=9)))
     assert other.spec.weights_digest != tiny.spec.weights_digest

@@ -28,8 +28,8 @@ def test_codes_are_within_half_a_step(x):
     codes, scales = quantise(x)
     wide = codes.reshape(2, 32) * scales[:, :1].astype(np.float64)
     top = np.abs(x.reshape(2, 32)).max(-1, keepdims=True).astype(np.float64)
-    tiny = top <= 1e-30
-    assert (np.abs(wide - x.reshape(2, 32)) <= np.where(tiny, 1e-30, top / 65000)).all()
+    tiny = top <= np.float32(1e-30)
+    assert (np.abs(wide - x.reshape(2, 32)) <= np.where(tiny, top, top / 65000)).all()
     sums = codes.reshape(2, 32).sum(-1) * scales[:, 0].astype(np.float64)
     np.testing.assert_allclose(scales[:, 1], sums, rtol=1e-6)
 
