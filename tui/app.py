@@ -7,6 +7,7 @@ made on the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -146,8 +147,9 @@ class ChatApp(App[None]):
         return self.reply is None and state.ready is not None and state.phase != "lost"
 
     def _watch_engine(self, state: EngineState) -> None:
-        """Called from any thread."""
-        self.post_message(EngineMoved(state))
+        """Called from any thread, also when the screen is gone."""
+        with contextlib.suppress(RuntimeError):
+            self.post_message(EngineMoved(state))
 
     @on(EngineMoved)
     async def engine_moved(self, event: EngineMoved) -> None:
@@ -184,7 +186,8 @@ class ChatApp(App[None]):
             error = raised
         except BaseException as raised:  # noqa: BLE001 - raised again on the event loop
             bug = raised
-        self.post_message(ReplyEnded(reply, error, bug))
+        with contextlib.suppress(RuntimeError):  # the screen is gone
+            self.post_message(ReplyEnded(reply, error, bug))
 
     @on(ReplyEvent)
     def reply_event(self, event: ReplyEvent) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from chatkv.events import Usage
 from sessions.port import ChatPort, TurnView
 from tui.reply import Kind
-from tui.safe_text import SafeText, safe_line
+from tui.safe_text import NOTHING, SafeText, safe_line
 
 
 @runtime_checkable
@@ -33,9 +33,13 @@ class ChatView:
 
     @property
     def title(self) -> SafeText:
-        """`NAME › FORK`, for the header."""
-        name = safe_line(self.name) or SafeText("new chat")
-        return SafeText(f"{name} › {safe_line(self.fork)}") if self.turns else name
+        """The name, for the header."""
+        return safe_line(self.name) or SafeText("new chat")
+
+    @property
+    def fork_title(self) -> SafeText:
+        """The fork, once there is something that could be forked."""
+        return safe_line(self.fork) if self.turns else NOTHING
 
     @property
     def usage(self) -> Usage | None:

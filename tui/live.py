@@ -13,9 +13,10 @@ from tui.widgets.transcript import Transcript
 from tui.widgets.turn_view import Card, folded
 from tui.wording import count
 
-FLOOR_S = 0.05
-SHARE = 3.0
-"""A drawing is followed by a pause of three times what it cost: at most a quarter of the loop."""
+FLOOR_S = 0.08
+SHARE = 6.0
+"""A drawing is followed by a pause of six times what it cost: at most a seventh of a core, since
+the engine wants all of them. Twelve pictures a second read as a stream."""
 
 
 class Live:
@@ -28,7 +29,7 @@ class Live:
         self._safe = SafeStream()
         self._timer: Timer | None = None
         self._cost_s = 0.0
-        self.begun = False
+        self.begun = self.closed = False
 
     async def begin(self, index: int, number: int) -> None:
         """Put the turn at that place of the transcript; all after it goes."""
@@ -54,7 +55,7 @@ class Live:
 
     def close(self) -> None:
         """Draw no more."""
-        self.begun = False
+        self.begun, self.closed = False, True
         if self._timer is not None:
             self._timer.stop()
             self._timer = None

@@ -63,7 +63,9 @@ async def test_stop_keeps_what_came_and_holds_the_queue() -> None:
         await on.enter("two")
         await on.press("escape")
         await on.idle()
-        await on.shows("interrupted after 142 tok", "kept words", "Enter sends it")
+        await on.shows(
+            "interrupted after 142 tok", "kept words", "Enter sends it. Esc takes it back."
+        )
         assert on.chats.calls[-1] == "cancel"
         await on.press("escape")
         assert on.chat_screen.prompt.text == "two"
@@ -193,7 +195,7 @@ async def test_fork_leaves_its_origin_alone(keys: list[str], call: str, shared: 
         else:
             await on.enter("/fork 1 ideas")
         await on.until(lambda: call in chats.calls)
-        await on.shows("This is a fork of ada-notes › main", f"turns 1 to {shared}")
+        await on.shows(f"A fork that shares turns 1 to {shared}.")
         await on.enter("only here")
         on.chats.script.finish(text="forked answer")
         await on.until(lambda: "send only here" in chats.calls)
@@ -296,6 +298,13 @@ async def test_quitting_saves_a_running_reply_first() -> None:
         assert on.chats.calls[-1] == "cancel"
         assert on.chats.turns[1].state == "interrupted"
         assert on.app.return_code == 0
+
+
+async def test_a_signal_leaves_with_its_own_status() -> None:
+    async with stage() as on:
+        on.app.leave(143)
+        await on.until(lambda: on.app._exit)
+        assert on.app.return_code == 143
 
 
 async def test_an_unknown_command_stays_in_the_box() -> None:

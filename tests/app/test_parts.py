@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from app.fakes import AT_MS, FakeChats, FakeEngine
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatkv.errors import ContextFull, EngineLost, UsageError
@@ -159,6 +159,7 @@ LINES = st.sampled_from(
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(LINES, max_size=400))
 def test_parts_join_to_the_whole_and_stay_small(lines: list[str]) -> None:
     text = safe_text("\n".join(lines))
@@ -168,6 +169,7 @@ def test_parts_join_to_the_whole_and_stay_small(lines: list[str]) -> None:
     assert all(weigh(part) <= 2 * PART_WEIGHT + 10 for part in parts)
 
 
+@settings(max_examples=50)
 @given(st.lists(LINES, min_size=50, max_size=300), st.data())
 def test_a_cut_never_falls_into_what_is_shown(lines: list[str], data: st.DataObject) -> None:
     text = safe_text("\n".join(lines))
@@ -190,6 +192,7 @@ def test_a_long_prompt_is_folded_on_the_screen_only() -> None:
     assert "more characters" in shown
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 180), max_size=40), st.data())
 def test_window_keeps_its_bounds(parts: list[int], data: st.DataObject) -> None:
     window = Window()

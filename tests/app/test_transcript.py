@@ -138,20 +138,40 @@ async def test_a_very_long_reply_streams_in_parts_within_the_bound() -> None:
     async with stage() as on:
         await on.enter("list everything")
         script = on.chats.script
-        for n in range(300):
-            script.say(f"- item {n}\n")
-        await on.shows("item 299")
-        await on.calm()
-        _bounded(on)
+        for chunk in range(0, 200, 50):
+            script.say(*[f"- item {n}\n" for n in range(chunk, chunk + 50)])
+            await on.shows(f"item {chunk + 49}")
+            await on.pilot.pause(0.05)
+            _bounded(on)
         assert len(on.chat_screen.transcript.cards[-1].reply) > 3
         script.finish()
         await on.idle()
-        text = "".join(f"- item {n}\n" for n in range(300))
+        text = "".join(f"- item {n}\n" for n in range(200))
         assert on.chat_screen.turns[-1].reply == text
         assert on.chat_screen.transcript.cards[-1].text == text
         await on.press("home")
         await on.shows("1 you", "item 0")
         _bounded(on)
+
+
+async def test_a_new_turn_past_the_bound_pushes_the_first_one_out() -> None:
+    chats = FakeChats()
+    chat = chats.add("short", *[(f"prompt {n}", f"reply {n}") for n in range(MAX_TURNS)])
+    async with stage(chats, chat) as on:
+        transcript = on.chat_screen.transcript
+        while transcript.window.start > 0:
+            transcript.page(-1)
+            await on.pilot.pause(0.05)
+        await on.press("end")
+        await on.calm()
+        assert transcript.window.stop - transcript.window.start == 2 * MAX_TURNS
+        await on.enter("one more")
+        on.chats.script.finish(text="answer")
+        await on.idle()
+        await on.until(lambda: transcript.window.start > 0)
+        await on.calm()
+        _bounded(on)
+        await on.shows("13 you", "answer")
 
 
 async def test_a_reply_that_starts_while_one_reads_far_above_is_followed() -> None:

@@ -136,11 +136,10 @@ class ChatScreen(Talk):
         if not self.turns or self.chat is None or not self._free():
             return
         chat, at = self.chat, turn or self.turns[-1]
-        before = self.view.title if self.view else NOTHING
         self.open(
             lambda: chat.fork(at.id, name),
-            f"This is a fork of {before}.",
-            f"It shares turns 1 to {at.number}; what is said here stays here.",
+            f"A fork that shares turns 1 to {at.number}.",
+            "What is said here stays here.",
         )
 
     def action_sibling(self, step: int) -> None:

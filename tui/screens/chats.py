@@ -171,7 +171,8 @@ class ChatsScreen(Screen[Opener | None]):
             return
         words = safe_line(row.match) if row.match else safe_line(row.name)
         where = f"{safe_line(row.name)} › {safe_line(row.fork)} · {plural(row.turns, 'turn')}"
-        self._preview.update(Content.assemble((f"{where}\n", "$foreground-muted"), words))
+        head = clip(SafeText(where), max(1, self.size.width - 2))
+        self._preview.update(Content.assemble((f"{head}\n", "$foreground-muted"), words))
 
     def _chosen(self) -> ChatRow | None:
         place = self._list.highlighted

@@ -21,7 +21,7 @@ from tui.widgets.prompt import PromptBox
 from tui.widgets.status_bar import Header, KeyLine, Notice, StatusBar, key_hints
 from tui.widgets.transcript import Transcript
 from tui.widgets.turn_view import TurnHead
-from tui.wording import bar, error_text, megabytes
+from tui.wording import bar, clip, error_text, megabytes
 
 if TYPE_CHECKING:
     from tui.app import ChatApp
@@ -109,11 +109,11 @@ class ChatLayout(Screen[None]):
                 kind="error",
             )  # fmt: skip
         elif state.phase in ("starting", "loading", "absent"):
-            progress = "loading the model"
+            stage = safe_line(state.detail)
+            progress = f"loading {stage if stage not in ('', 'loading') else 'the model'}"
             if state.total:
                 blocks = bar(state.done, state.total, 16 if self.size.width >= 60 else 8)
-                numbers = megabytes(state.done, state.total)
-                progress = f"loading {safe_line(state.detail)}  {blocks}  {numbers}"
+                progress = f"{progress}  {blocks}  {megabytes(state.done, state.total)}"
             self.engine_notice.say(SafeText(progress), SafeText("Type now; it is sent when ready."))
         else:
             self.engine_notice.clear()
@@ -152,6 +152,7 @@ class ChatLayout(Screen[None]):
         engine, view = self.app.engine.state, self.view
         reply = self.live.reply if self.live else None
         self.header.left = view.title if view else NOTHING
+        self.header.fork = view.fork_title if view else NOTHING
         self.header.parts = self.app.header_parts(reply)
         turn = self.chosen_turn
         self.status.prefix = SafeText(f"turn {turn.number}") if turn else NOTHING
@@ -164,8 +165,10 @@ class ChatLayout(Screen[None]):
             self._welcomed = welcome
             self.welcome.update(welcome)
         if self.waiting is not None and self.notice.kind in ("", "queued", "hint"):
-            ways = "Enter sends it, Esc takes it back." if self.held else "Esc Esc takes it back."
-            self.say(f"queued 1: {safe_line(self.waiting.text)[:60]}", ways, kind="queued")
+            ways = "Esc Esc takes it back." if self.busy else "Esc takes it back."
+            ways = f"Enter sends it. {ways}" if self.held else ways
+            text = clip(safe_line(self.waiting.text), 50)
+            self.say(f"queued 1: {text}", ways, kind="queued")
         elif self.waiting is None:
             self.notice.clear("queued")
         if self.editing is not None and self.notice.kind in ("", "editing", "hint"):

@@ -48,6 +48,8 @@ class Talk(ChatLayout):
             self.tell(error)
             return
         await self.show_view(view)
+        if running is not None and running.chat is chat and self.live is None:
+            await self.show_view(await in_thread(read_chat, chat))  # it has ended meanwhile
         if message:
             self.say(message, hint)
 
@@ -73,8 +75,7 @@ class Talk(ChatLayout):
             begun = bool(view.turns) and view.turns[-1].id not in running.known
             index = len(view.turns) - begun
             running.rewind()
-            self.live = Live(running, self, self.transcript)
-            await self.live.begin(index, index + 1)
+            await self._draw(running, index)
         self.refresh_lines()
         self.send_waiting()
 
@@ -148,12 +149,16 @@ class Talk(ChatLayout):
 
     @work(group="begin")
     async def _begin(self, reply: Reply, index: int) -> None:
+        await self._draw(reply, index)
+        self.prompt.focus()
+
+    async def _draw(self, reply: Reply, index: int) -> None:
+        """Show a reply on its way at that place of the transcript."""
         self.live = live = Live(reply, self, self.transcript)
         self.starting = False
         await live.begin(index, index + 1)
-        self.prompt.focus()
         self.refresh_lines()
-        if reply.over:
+        if reply.over and self.live is live:
             self.settle(reply)
 
     def reply_moved(self, reply: Reply) -> None:
@@ -172,8 +177,9 @@ class Talk(ChatLayout):
     @work(group="settle")
     async def settle(self, reply: Reply) -> None:
         """Show how a reply ended, and what it cost."""
-        assert self.live is not None
         live = self.live
+        if live is None or live.reply is not reply or live.closed:
+            return
         live.close()
         error = reply.error
         try:

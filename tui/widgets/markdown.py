@@ -55,20 +55,13 @@ class ReplyMarkdown(Markdown):
 
     async def fill(self) -> None:
         """Show the source given at construction. Call once mounted."""
-        if self._first and not self.source:
-            await self.append(self._first)
+        if not self.source:
+            await self.add(self._first)
 
     async def add(self, text: SafeText) -> None:
         """Show more of the reply after what is shown."""
-        if text:
+        if text and self.is_attached:
             await self.append(text)
-
-    async def replace(self, text: SafeText) -> None:
-        """Show another text."""
-        self._last_parsed_line = 0
-        self._markdown = ""
-        await self.remove_children()
-        await self.add(text)
 
 
 class Paragraph(MarkdownParagraph):

@@ -52,24 +52,34 @@ class SplitLine(Widget):
 class Header(SplitLine):
     """`chatkv  NAME › FORK` and the model with one word for what it does."""
 
+    fork = reactive(NOTHING)
+    """Shown after the name, which is cut first."""
     parts: reactive[tuple[SafeText, ...]] = reactive(())
-    """Model, place, drafting, word: dropped from the middle when the line is short."""
+    """Model, place, drafting, word: the middle makes room for the name, the word always stays."""
 
     def render(self) -> Content:
         width = self.content_size.width
-        parts = [part for part in self.parts if part]
-        while len(parts) > 2 and cell_len(" · ".join(parts)) > width * 2 // 3:
-            del parts[-2]
-        while len(parts) > 1 and cell_len(" · ".join(parts)) > width * 2 // 3:
-            del parts[0]
-        right = clip(SafeText(" · ".join(parts)), width)
-        room = max(0, width - cell_len(right) - 2)
-        brand = SafeText("chatkv  ") if room > 24 else NOTHING
-        left = clip(self.left, room - len(brand))
+        fork = SafeText(f" › {clip(self.fork, width // 4)}") if self.fork else NOTHING
+        brand = SafeText("chatkv  ") if width >= 60 else NOTHING
+        wanted = len(brand) + cell_len(self.left) + cell_len(fork) + 2
+        right = clip(self._right(width, wanted), width)
+        room = max(0, width - cell_len(right) - 2 - len(brand))
+        left = SafeText(clip(self.left, max(0, room - cell_len(fork))) + fork)
+        left = clip(left, room)
         gap = max(0, width - len(brand) - cell_len(left) - cell_len(right))
         return Content.assemble(
             (brand, "bold $text-accent"), (left, "bold"), " " * gap, (right, "$foreground-muted")
         )
+
+    def _right(self, width: int, wanted: int) -> SafeText:
+        parts = [part for part in self.parts if part]
+        joined = " · ".join(parts)
+        while len(parts) > 2 and cell_len(joined) + wanted > width:
+            del parts[-2]
+            joined = " · ".join(parts)
+        if len(parts) > 1 and cell_len(joined) > width * 2 // 3:
+            joined = parts[-1]
+        return SafeText(joined)
 
 
 class Notice(Static):

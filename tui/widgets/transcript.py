@@ -52,6 +52,7 @@ class Transcript(SteadyScroll):
         self._below = Static("", markup=False, classes="edge")
         self.lock = asyncio.Lock()
         self._balancing = False
+        self._outside = (0, 0)
 
     def compose(self) -> ComposeResult:
         yield self._above
@@ -191,7 +192,7 @@ class Transcript(SteadyScroll):
         fresh = [self._widget(place) for place in range(self.window.stop, stop)]
         self.window.stop = stop
         self._mounted += fresh
-        if fresh:
+        if fresh and self.is_attached:
             await self.mount_all(fresh, before=self._below)
             await self._fill(fresh)
 
@@ -199,7 +200,8 @@ class Transcript(SteadyScroll):
         fresh = [self._widget(place) for place in range(start, self.window.start)]
         self.window.start = start
         self._mounted[:0] = fresh
-        await self.mount_all(fresh, after=self._above)
+        if self.is_attached:
+            await self.mount_all(fresh, after=self._above)
         await self._fill(fresh)
 
     async def _remove(self, widget: Widget) -> None:
@@ -231,22 +233,36 @@ class Transcript(SteadyScroll):
         widget = self._mounted[-1]
         if isinstance(widget, ReplyMarkdown):
             await widget.add(SafeText(first[len(shown) :]))
-        parts = len(self.window.parts)
-        if parts > self.window.stop and self.window.fits(self.window.start, parts):
-            await self._mount_below(parts)
-        elif parts > self.window.stop and self.following:
-            await self._swap(*self.window.tail())  # a burst: the turns above come back in slices
+        if len(self.window.parts) > self.window.stop:
+            await self._grow()
         self._write_edges()
+
+    async def _grow(self) -> None:
+        """Mount new parts at the end; while following, the first ones make room for them."""
+        stop, start = len(self.window.parts), self.window.start
+        while not self.window.fits(start, stop):
+            start += 1
+        if start == self.window.start:
+            await self._mount_below(stop)
+        elif self.following and start < self.window.stop:
+            with self.app.batch_update():
+                while self.window.start < start:
+                    await self._remove(self._mounted[0])
+                await self._mount_below(stop)
+        elif self.following:
+            await self._swap(*self.window.tail())
 
     def _restate(self, index: int) -> None:
         if (head := self.head(index)) is not None:
             head.show(self.cards[index])
 
     def _write_edges(self) -> None:
-        above, below = self.window.turns_above, self.window.turns_below
-        self._above.update(f"↑ {plural(above, 'turn')} above")
-        self._below.update(f"↓ {plural(below, 'turn')} below · End goes there")
-        self._above.display, self._below.display = above > 0, below > 0
+        outside = self.window.turns_above, self.window.turns_below
+        if outside != self._outside:
+            self._outside = above, below = outside
+            self._above.update(f"↑ {plural(above, 'turn')} above")
+            self._below.update(f"↓ {plural(below, 'turn')} below · End goes there")
+            self._above.display, self._below.display = above > 0, below > 0
 
     async def _balance(self) -> None:
         """One step towards a screenful and a half of turns on each side of the view."""
@@ -275,7 +291,7 @@ class Transcript(SteadyScroll):
             if self._fits(start, window.stop, turns):
                 await self._mount_above(start)
                 return True
-            if below - last.size.height > above and not self.following:
+            if below - last.size.height > above and self._may_go(last):
                 await self._remove(last)
                 return True
         if below < margin and not window.at_end:
@@ -284,7 +300,7 @@ class Transcript(SteadyScroll):
             if self._fits(window.start, stop, turns):
                 await self._mount_below(stop)
                 return True
-            if above - first.size.height > below:
+            if above - first.size.height > below and self._may_go(first):
                 await self._remove(first)
                 return True
         return False
@@ -293,13 +309,18 @@ class Transcript(SteadyScroll):
         """Remove one part that is out of sight, at the end that is farther from the view."""
         first, last = self._mounted[0], self._mounted[-1]
         above, below = self.scroll_y, self.max_scroll_y - self.scroll_y
-        if above >= below and first.virtual_region.bottom <= above:
+        if above >= below and first.virtual_region.bottom <= above and self._may_go(first):
             await self._remove(first)
-        elif not self.following and last.virtual_region.y >= above + self.size.height:
+        elif last.virtual_region.y >= above + self.size.height and self._may_go(last):
             await self._remove(last)
         else:
             return False
         return True
+
+    def _may_go(self, part: Widget) -> bool:
+        """Whether a part out of sight may be removed: not the cursor's, not the end one follows."""
+        end_followed = self.following and part is self._mounted[-1]
+        return len(self._mounted) > 1 and not part.has_focus and not end_followed
 
     def _fits(self, start: int, stop: int, turns: int | None) -> bool:
         return (

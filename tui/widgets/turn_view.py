@@ -85,7 +85,7 @@ def folded(prompt: str) -> SafeText:
     shown = "\n".join(lines[:MAX_PROMPT_LINES])[:MAX_PROMPT_CHARS]
     rest = prompt[len(shown) :]
     if not rest:
-        return SafeText(prompt)
+        return safe_text(prompt)
     return SafeText(f"{safe_text(shown)}\n· {len(rest):,} more characters")
 
 
