@@ -225,6 +225,9 @@ class Chat:
             reply.close("interrupted" if reply.heard else "error")
             if not reply.heard:
                 self._store.set_head(self._row.id, parent.turn.id, reply.turn_id)
+                if parent.turn.depth == 0 and not self._row.title:
+                    # Nothing else was ever said here; `restore`, or the next prompt, brings it back.
+                    self._store.trash(self._row.id)
 
     def _messages(self, tok_fp: bytes) -> tuple[list[PathMessage], list[int | None]]:
         """The path as the engine takes it, and the row behind each message."""

@@ -151,14 +151,13 @@ def after_attention(
 
 
 @njit(
-    "void(int64, uint8[::1], int64[::1], float32[::1], float32, float32[:,::1], int64[::1],"
+    "void(int64, int64, uint8[::1], int64[::1], float32[::1], float32, float32[:,::1],"
     f"{_ROWS}, float32[:,::1])",
     parallel=True,
 )
-def head(workers, weights, matrix, norm, eps, hidden, picked, wide, codes, scales, logits):
-    """logits[i] = float32 logits of row picked[i] of the residual stream: [len(picked), V]."""
-    rows = picked.shape[0]
-    for i in range(rows):
-        _norm_and_quantise(hidden[picked[i]], norm, eps, wide[i], codes[i], scales[i])
+def head(rows, workers, weights, matrix, norm, eps, hidden, wide, codes, scales, logits):
+    """logits[:rows] = float32 logits of the first rows of the residual stream, [T, V]."""
+    for r in range(rows):
+        _norm_and_quantise(hidden[r], norm, eps, wide[r], codes[r], scales[r])
     for worker in prange(workers):
         share_rows(weights, matrix, worker, workers, codes, scales, rows, logits, 0)

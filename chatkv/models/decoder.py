@@ -125,9 +125,9 @@ class Decoder:
             raise ValueError(f"A step of {rows} rows; 1 to {self.max_step_rows} can be run.")
         if len(batch.positions) != rows or len(batch.slots) != rows or batch.call.num_rows != rows:
             raise ValueError(f"{rows} tokens, but other numbers of positions, slots or call rows.")
-        self._forward(batch.tokens, batch.positions, batch.slots, batch.call, pool)
-        picked = np.arange(rows) if batch.logit_rows is None else batch.logit_rows
-        return self._logits(picked)
+        return self._forward(
+            batch.tokens, batch.positions, batch.slots, batch.call, pool, batch.logit_rows
+        )
 
     def prefill(
         self,
@@ -165,8 +165,10 @@ class Decoder:
         table = torch.from_numpy(np.ascontiguousarray(entries, np.int32))
         call = AttentionCall.of(table[None], [rows], [known + rows])
         positions = np.arange(known, known + rows)
-        self._forward(np.array(tokens, np.int32), positions, slots, call, pool)
-        return self._logits(np.array([rows - 1]))[0] if want_logits else None
+        wanted = np.array([rows - 1] if want_logits else [], np.int32)
+        ids = np.array(tokens, np.int32)
+        logits = self._forward(ids, positions, slots, call, pool, wanted)
+        return logits[0] if want_logits else None
 
     def _forward(
         self,
@@ -175,8 +177,9 @@ class Decoder:
         slots: np.ndarray,
         call: AttentionCall,
         pool: PagePool,
-    ) -> None:
-        """All layers, for any rows; leaves the residual stream in its buffer."""
+        wanted: np.ndarray | None,
+    ) -> np.ndarray:
+        """[wanted rows, V] float32 logits of any rows, whose keys and values are stored."""
         spec, rows = self.spec, len(tokens)
         pages = pool.data.view(torch.uint16).numpy()
         plan = self.backend.plan(
@@ -186,10 +189,21 @@ class Decoder:
         cos, sin = self._angles(positions)
         slots = np.ascontiguousarray(slots, np.int64)
         q, attended = self._q[:rows], self._attended[:rows]
-        for layer in range(spec.num_layers):
+        last = spec.num_layers - 1
+        for layer in range(last):
             self._before(layer, rows, cos, sin, slots, q, pages[layer])
             self.backend.attend_rows(plan, q, pages[layer], attended)
             self._after(layer, rows, attended)
+        self._before(last, rows, cos, sin, slots, q, pages[last])
+        if wanted is not None and not len(wanted):
+            return self._logits(0)
+        self.backend.attend_rows(plan, q, pages[last], attended)
+        if wanted is not None:
+            # Keys and values are stored; only rows whose logits are wanted have more to do.
+            rows, attended = len(wanted), attended[wanted]
+            self._hidden[:rows] = self._hidden[wanted]
+        self._after(last, rows, attended)
+        return self._logits(rows)
 
     def _start(self, tokens: np.ndarray) -> None:
         if min(tokens) < 0 or max(tokens) >= self.spec.vocab_size:
@@ -231,13 +245,13 @@ class Decoder:
             self._pairs, *self._acts,
         )  # fmt: skip
 
-    def _logits(self, picked: np.ndarray) -> np.ndarray:
-        """[len(picked), V] float32 of those rows of the residual stream."""
-        logits = self._logits_room(len(picked))
-        if len(picked):
+    def _logits(self, rows: int) -> np.ndarray:
+        """[rows, V] float32 of the first rows of the residual stream."""
+        logits = self._logits_room(rows)
+        if rows:
             block.head(
-                self.threads, self._weights.data, self._head, self._norms[-1], self._eps,
-                self._hidden, np.ascontiguousarray(picked, np.int64), *self._normed, logits,
+                rows, self.threads, self._weights.data, self._head, self._norms[-1], self._eps,
+                self._hidden, *self._normed, logits,
             )  # fmt: skip
         return logits
 

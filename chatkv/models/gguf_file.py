@@ -46,7 +46,7 @@ class GgufFile:
         # The reader checks little: a cut file fails as whatever numpy says of the missing bytes.
         except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
             raise BadWeights(
-                f"{path} is not a whole GGUF file: {error}.",
+                f"{path} is not a whole GGUF file ({path.stat().st_size:,} bytes).",
                 hint="Fetch the file again; `chatkv models pull` gets the default model.",
             ) from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}

@@ -52,7 +52,7 @@ class Stage:
         end = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < end, f"never came true; the screen was\n{self.text}"
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.03)
 
     async def shows(self, *words: str) -> None:
         """Wait until all words are on the screen."""

@@ -138,7 +138,7 @@ async def test_a_very_long_reply_streams_in_parts_within_the_bound() -> None:
     async with stage() as on:
         await on.enter("list everything")
         script = on.chats.script
-        for chunk in range(0, 200, 50):
+        for chunk in range(0, 150, 50):
             script.say(*[f"- item {n}\n" for n in range(chunk, chunk + 50)])
             await on.shows(f"item {chunk + 49}")
             await on.pilot.pause(0.05)
@@ -146,7 +146,7 @@ async def test_a_very_long_reply_streams_in_parts_within_the_bound() -> None:
         assert len(on.chat_screen.transcript.cards[-1].reply) > 3
         script.finish()
         await on.idle()
-        text = "".join(f"- item {n}\n" for n in range(200))
+        text = "".join(f"- item {n}\n" for n in range(150))
         assert on.chat_screen.turns[-1].reply == text
         assert on.chat_screen.transcript.cards[-1].text == text
         await on.press("home")
@@ -190,9 +190,9 @@ async def test_a_reply_that_starts_while_one_reads_far_above_is_followed() -> No
 async def test_cursor_moves_over_turns_that_are_not_mounted() -> None:
     chats, chat = _long_chat(30)
     async with stage(chats, chat, size=(80, 16)) as on:
-        for _ in range(9):
+        for _ in range(7):
             await on.press("alt+up")
-        await on.shows("▶ 22 you", "turn 22")
+        await on.shows("▶ 24 you", "turn 24")
         await on.press("escape")
         await on.hides("▶")
         await on.press("alt+up", "alt+down")

@@ -252,6 +252,19 @@ def test_too_long_says_so_and_loses_nothing(start: Callable[..., Program]) -> No
     assert len(found) == 1
 
 
+def test_a_chat_that_began_with_what_does_not_fit_is_not_listed(
+    start: Callable[..., Program],
+) -> None:
+    program = start()
+    chat = program.chats.new()
+    (*_, failed) = chat.send("x" * 600)
+    assert isinstance(failed, Failed)
+    assert program.chats.chats() == []
+    assert len(program.chats.chats(trash=True)) == 1
+    assert say(chat, PROMPTS[0]).text
+    assert [row.turns for row in program.chats.chats()] == [1]
+
+
 def test_empty_prompts_are_refused_before_anything_is_stored(start: Callable[..., Program]) -> None:
     program = start()
     chat = program.chats.new()
