@@ -105,6 +105,8 @@ class TurnView:
     sibling: int = 1
     siblings: int = 1
     """This turn is sibling number `sibling` of `siblings`."""
+    sibling_ids: tuple[int, ...] = ()
+    """Ids of all of them, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)

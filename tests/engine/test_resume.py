@@ -302,3 +302,18 @@ def test_a_prompt_that_was_committed_stays_when_the_engine_never_comes(
 
 def _lost(timeout_s: float | None = None) -> None:
     raise EngineLost("killed")
+
+
+def test_two_programs_on_one_chat(start: Callable[..., Program], tmp_path: Path) -> None:
+    """The second to send finds the head moved: its turn is a fork, and it is told so."""
+    program = start()
+    chat = program.chats.new("shared")
+    say(chat, PROMPTS[0])
+    other = program.chats.open("shared")
+    say(chat, PROMPTS[1])
+    done = say(other, PROMPTS[2])
+    assert "fork" in done.notice
+    assert [turn.prompt for turn in other.turns()] == [PROMPTS[0], PROMPTS[2]]
+    assert [turn.prompt for turn in chat.turns()] == PROMPTS[:2]
+    assert other.id != chat.id
+    assert say(other, PROMPTS[3]).notice == ""
