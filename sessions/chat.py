@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from time import monotonic
 from typing import Any
 
@@ -94,9 +94,8 @@ class Chat:
         self._sampling: dict[str, Any] = dict(settings.get("sampling", {}))
         self._spec: str | None = settings.get("spec")
         self._path: list[TurnPath] = [] if row is None else self._store.path(row.id)
-        self.notice = ""
-        """One sentence about the last reply's pages, or about a fork another chatkv made necessary.
-        """
+        self._notice = ""
+        """About a fork that another chatkv made necessary; said with the next end of a reply."""
 
     @property
     def id(self) -> str:
@@ -208,8 +207,9 @@ class Chat:
                 else:
                     reply.heard = True
                     reply.take(event)
-                if isinstance(event, Done):
-                    self.notice = event.notice or self.notice
+                if isinstance(event, Done) and self._notice:
+                    event = replace(event, notice=f"{self._notice} {event.notice}".strip())
+                    self._notice = ""
                 yield event
         finally:
             if not reply.closed:  # the engine is gone, or nobody listens any more
@@ -226,7 +226,7 @@ class Chat:
             if not reply.heard:
                 self._store.set_head(self._row.id, parent.turn.id, reply.turn_id)
                 if parent.turn.depth == 0 and not self._row.title:
-                    # Nothing else was ever said here; `restore`, or the next prompt, brings it back.
+                    # Nothing was ever said here; `restore`, or the next prompt, brings it back.
                     self._store.trash(self._row.id)
 
     def _messages(self, tok_fp: bytes) -> tuple[list[PathMessage], list[int | None]]:
@@ -276,7 +276,7 @@ class Chat:
         """Go where the prompt was saved: to another fork if the head had moved."""
         assert self._row is not None
         if begun.forked:
-            self.notice = "Another chatkv went on with this chat; yours continues as a fork."
+            self._notice = "Another chatkv went on with this chat; yours continues as a fork."
         self._row = self._store.session(begun.session_id)
         self._path = self._store.path(self._row.id)
 
@@ -315,6 +315,7 @@ class Chat:
             seed=turn.turn.sampling.get("seed"),
             sibling=siblings.index(turn.turn.id) + 1,
             siblings=len(siblings),
+            sibling_ids=tuple(siblings),
         )
 
 
