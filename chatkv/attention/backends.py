@@ -16,12 +16,15 @@ class Backend(Protocol):
     name: str
     mode: Literal["exact", "guarded"]
     """`exact`: a row has the bits of plain decoding whatever runs beside it."""
-    numerics: str
-    """Names the bits: stored pages of another value cannot be mixed with these."""
     max_depth: int
     """Rows from root to leaf of the deepest tree."""
     calls: int
     """How many calls this backend has served."""
+
+    @property
+    def numerics(self) -> str:
+        """Names the bits: stored pages of another value cannot be mixed with these."""
+        ...
 
     def attend(
         self, call: AttentionCall, q: Tensor, pages: Tensor, *, scales: Tensor | None = None
@@ -30,14 +33,14 @@ class Backend(Protocol):
         ...
 
 
-NAMES = ("cpu", "reference")
+NAMES = ("triton", "cpu", "reference")
 
 
 def backend(name: str = "auto", device: str = "cpu") -> Backend:
     """The backend of that name, or the fastest that runs on the device.
 
     Args:
-        name: `auto`, `cpu` or `reference`. A named backend is never replaced by another.
+        name: `auto`, `triton`, `cpu` or `reference`. A named backend is never replaced by another.
         device: Where the pages live, as torch spells it.
 
     Raises:
@@ -51,6 +54,16 @@ def backend(name: str = "auto", device: str = "cpu") -> Backend:
             from chatkv.attention.reference import ReferenceBackend
 
             return ReferenceBackend()
+        if candidate == "triton":
+            if kind != "cuda":
+                reasons.append(f"triton: the pages are on {device}, not on a CUDA device")
+                continue
+            try:
+                from chatkv.attention.triton_tree import TritonBackend
+            except ImportError as error:
+                reasons.append(f"triton: {error}")
+                continue
+            return TritonBackend()
         if candidate != "cpu":
             reasons.append(f"{candidate}: no such backend")
         elif kind != "cpu":

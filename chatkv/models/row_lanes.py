@@ -1,6 +1,6 @@
 """Turning a row into int16 codes, as LLVM vectors: numba leaves these short loops unvectorised.
 
-Knows addresses and blocks of 32 floats. The plain form is `layers.quantise_plain`, with the same bits.
+Knows addresses and blocks of 32 floats. `layers.quantise_plain` is the plain form: same bits.
 """
 
 from __future__ import annotations
