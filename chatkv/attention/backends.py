@@ -14,12 +14,15 @@ class Backend(Protocol):
     """One way to run the attention operation of `reference.paged_attention`."""
 
     name: str
-    mode: Literal["exact", "guarded"]
-    """`exact`: a row has the bits of plain decoding whatever runs beside it."""
     max_depth: int
     """Rows from root to leaf of the deepest tree."""
     calls: int
     """How many calls this backend has served."""
+
+    @property
+    def mode(self) -> Literal["exact", "guarded"]:
+        """`exact`: a row has the bits of plain decoding whatever runs beside it."""
+        ...
 
     @property
     def numerics(self) -> str:

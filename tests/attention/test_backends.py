@@ -161,4 +161,4 @@ def test_choosing_a_backend():
         backends.backend("cpu", "cuda:0")
     with pytest.raises(BackendUnavailable, match="triton: the pages are on cpu"):
         backends.backend("triton")
-    assert backends.backend(device="cuda:0").name == "reference"
+    assert backends.backend(device="cuda:0").name == "triton"
