@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -51,7 +51,7 @@ class TritonBackend:
     """Attention on CUDA devices, and in Triton's interpreter for tests."""
 
     name = "triton"
-    mode = "exact"
+    mode: Literal["exact", "guarded"] = "exact"
     max_depth = 16
 
     def __init__(self, partition: Partition | None = None, launch: Launch | None = None) -> None:
