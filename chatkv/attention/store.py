@@ -85,6 +85,15 @@ def compact(pages: Tensor, scales: Tensor | None, src: Tensor, dst: Tensor) -> N
     """
     if src.numel() == 0:
         return
+    if pages.device.type == "cuda":
+        # Imported here: not every machine has Triton.
+        from chatkv.attention import triton_store
+
+        slots = torch.stack([src, dst])
+        if slots.device.type == "cpu":
+            slots = slots.pin_memory().to(pages.device, non_blocking=True)
+        triton_store.compact(pages, scales, slots[0], slots[1])
+        return
     for tensor in (pages, scales):
         if tensor is None:
             continue

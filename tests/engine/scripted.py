@@ -17,6 +17,8 @@ def play(folder: Path, number: int, kind: str) -> None:
     """Play conversation `number` to its end; says `ack N` and `done N` on stdout as turns go."""
     engine = _tiny(folder) if kind == "tiny" else _real(folder)
     engine.start()
+    engine.wait_ready()
+    _say("ready")
     store = ChatStore(folder / "chat.db")
     sampling = {"temperature": 1.0, "max_tokens": 24 if kind == "tiny" else 40}
     chats = Chats(store, engine, settings={"model": kind, "sampling": sampling})

@@ -15,8 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import scripted
@@ -39,24 +41,33 @@ def texts(folder: Path, number: int) -> list[tuple[str, str, str]]:
         return turns
 
 
+class Running(NamedTuple):
+    """One run of the program."""
+
+    pid: int
+    reap: Callable[[], object]
+    reader: threading.Thread
+    lines: list[str]
+
+
 class Tiny:
     """The program with the tiny model, in a process forked off one that has imported everything."""
 
     kind = "tiny"
-    longest_s = 1.2
+    load_s, chat_s = 0.8, 0.4
 
     def __init__(self) -> None:
         self.context = mp.get_context("forkserver")
         self.context.set_forkserver_preload(["fakes", "chatkv.engine", "sessions.service"])
 
-    def start(self, folder: Path, number: int) -> tuple[int, threading.Thread, list[str]]:
+    def start(self, folder: Path, number: int) -> Running:
         read, write = self.context.Pipe(duplex=False)
         process = self.context.Process(target=_child, args=(folder, number, write), daemon=True)
         process.start()
         write.close()
         fd = os.dup(read.fileno())
         read.close()
-        return process.pid or 0, *_reader(fd)
+        return Running(process.pid or 0, process.join, *_reader(fd))
 
 
 def _child(folder: Path, number: int, write: Connection) -> None:
@@ -69,15 +80,15 @@ class Real:
     """The program as users run it: a front, and the engine in a child process."""
 
     kind = "real"
-    longest_s = 6.0
+    load_s, chat_s = 4.0, 2.5
 
-    def start(self, folder: Path, number: int) -> tuple[int, threading.Thread, list[str]]:
+    def start(self, folder: Path, number: int) -> Running:
         read, write = os.pipe()
         process = subprocess.Popen(
             [sys.executable, HERE / "scripted.py", folder, str(number), "real"], stdout=write
         )
         os.close(write)
-        return process.pid, *_reader(read)
+        return Running(process.pid, process.wait, *_reader(read))
 
 
 def _reader(fd: int) -> tuple[threading.Thread, list[str]]:
@@ -85,7 +96,8 @@ def _reader(fd: int) -> tuple[threading.Thread, list[str]]:
 
     def read() -> None:
         with os.fdopen(fd) as stream:
-            lines.extend(line.strip() for line in iter(stream.readline, ""))
+            for line in iter(stream.readline, ""):
+                lines.append(line.strip())  # one by one: others watch
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
@@ -99,6 +111,12 @@ def children(pid: int) -> list[int]:
         return []
 
 
+def wait_for(line: str, reader: threading.Thread, lines: list[str]) -> None:
+    deadline = time.monotonic() + 60
+    while line not in lines and reader.is_alive() and time.monotonic() < deadline:
+        reader.join(0.01)
+
+
 def kill_loop(program: Tiny | Real, folder: Path, kills: int, seed: int) -> int:
     """Kill `kills` times; returns the turns that were acknowledged in all."""
     dice = random.Random(seed)
@@ -107,14 +125,21 @@ def kill_loop(program: Tiny | Real, folder: Path, kills: int, seed: int) -> int:
     number = done = acknowledged = 0
     while done < kills:
         number += 1
-        pid, reader, _ = program.start(reference, number)
-        reader.join(120)
+        run = program.start(reference, number)
+        run.reader.join(120)
+        run.reap()
         expected = texts(reference, number)
         assert [state for _, _, state in expected] == ["done"] * len(scripted.PROMPTS)
         acks: set[int] = set()
         while True:
-            pid, reader, lines = program.start(folder, number)
-            reader.join(dice.uniform(0.0, program.longest_s) if done < kills else 120)
+            pid, reap, reader, lines = program.start(folder, number)
+            if done == kills:
+                reader.join(120)
+            elif dice.random() < 0.2:  # while it starts
+                reader.join(dice.uniform(0.0, program.load_s))
+            else:
+                wait_for("ready", reader, lines)
+                reader.join(dice.uniform(0.0, program.chat_s))
             alive = reader.is_alive()
             if alive:
                 done += 1
@@ -123,6 +148,7 @@ def kill_loop(program: Tiny | Real, folder: Path, kills: int, seed: int) -> int:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(victim, signal.SIGKILL)
                 reader.join(10)
+            reap()
             acks |= {int(line.split()[1]) for line in lines if line.startswith("ack")}
             if acks:
                 stored = texts(folder, number)
