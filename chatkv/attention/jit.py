@@ -32,7 +32,16 @@ __all__ = [
     "set_threads",
 ]
 
-SHARED = ("jit.py", "simd.py", "cpu_math.py")
+SHARED = (
+    "attention/jit.py",
+    "attention/simd.py",
+    "attention/cpu_math.py",
+    "models/lanes.py",
+    "models/row_lanes.py",
+    "models/layers.py",
+    "models/linear.py",
+    "models/packing.py",
+)
 
 # Any: their stubs describe the functions that make code, not the functions that are made.
 intrinsic: Any = numba.extending.intrinsic
@@ -62,7 +71,7 @@ def _cache_folder() -> str:
     """Where machine code is kept: a new folder when a shared helper changes."""
     digest = hashlib.blake2b(digest_size=6)
     for name in SHARED:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+        digest.update((Path(__file__).parent.parent / name).read_bytes())
     folder = os.environ.get("NUMBA_CACHE_DIR")
     root = Path(folder) if folder else Path(platformdirs.user_cache_dir("chatkv"), "numba")
     return str(root / digest.hexdigest())
