@@ -110,7 +110,7 @@ class Chatkv:
             slots=self._slots(self.length, stop),
             call=AttentionCall.of(table, [len(ids)], [stop]),
         )
-        return self.model.step(batch, self.pool)
+        return self.model.step(batch, self.pool).logits
 
 
 class Player:

@@ -20,6 +20,7 @@ from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import PageStore
 from chatkv.kv.table import PageTable
+from chatkv.models.logits import StepLogits
 from chatkv.models.model import Model
 from chatkv.prefill import Logits, PrefillReport, Prompts
 from chatkv.sampling import Sampler, SamplingParams
@@ -137,12 +138,12 @@ class Engine:
                 [seq.table for seq in seqs], trees, [reserved.slots for reserved in rows]
             )
             started = perf_counter()
-            logits = self.model.step(batch, self.pool)
+            result = self.model.step(batch, self.pool)
+            result.sample([seq.sampler for seq in seqs])
             verified = perf_counter()
             first = 0
             for seq, tree, reserved in zip(seqs, trees, rows, strict=True):
-                own = logits[first : first + len(tree)]
-                accepted.append(self._accept(seq, tree, own))
+                accepted.append(self._accept(seq, tree, result, first))
                 reserved.keep(accepted[-1].rows)
                 first += len(tree)
         for seq, gained in zip(seqs, accepted, strict=True):
@@ -185,7 +186,7 @@ class Engine:
                     with table.reserve(rows) as reserved:
                         batch = tree_batch([table], [tree], [reserved.slots])
                         begun = perf_counter()
-                        self.model.step(batch, self.pool)
+                        self.model.step(batch, self.pool).wait()
                         times.append(1000 * (perf_counter() - begun))
                 costs[rows] = min(times)
         finally:
@@ -197,14 +198,12 @@ class Engine:
         if self.saver is not None:
             self.saver.close()
 
-    def _accept(self, seq: Sequence, tree: DraftTree, logits: Logits) -> Accepted:
+    def _accept(self, seq: Sequence, tree: DraftTree, result: StepLogits, first: int) -> Accepted:
         """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""
-        start = len(seq.tokens)
 
         def pick(row: int, path: tuple[int, ...]) -> int:
-            history = [*seq.tokens, *path] if path else seq.tokens
-            return seq.sampler.pick(logits[row], history, start + len(path)).token
+            return result.pick(first + row)
 
         gained = verify(tree, pick).until(seq.push)
-        seq.last_logits = logits[gained.rows[-1]]
+        seq.last_logits = result.keep(first + gained.rows[-1])
         return gained

@@ -93,7 +93,7 @@ class Prompts:
         for index in sorted(seq.unsaved):
             self._save(seq, index, min(size, length - index * size))
         if seq.last_logits is not None:
-            witness = Witness.of(seq.last_logits)
+            witness = Witness.of(np.asarray(seq.last_logits))
             self.saver.after_pages(
                 witness.snapshot(seq.key_at(length), length, self.model.backend_name)
             )
@@ -185,7 +185,7 @@ class Prompts:
         """One step over a chain behind `table`; [V] logits of its last row if wanted."""
         batch = chain_batch(table, ids, slots, want_logits=want_logits)
         logits = self.model.step(batch, self.pool)
-        return logits[0] if want_logits else None
+        return logits.row(0) if want_logits else None
 
     def _chunk(self, seq: Sequence) -> Logits | None:
         """Given ids, to the end of their chunk; logits if it ends the prompt."""

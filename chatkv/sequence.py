@@ -11,8 +11,7 @@ from chatkv.kv.table import PageTable
 from chatkv.sampling import Sampler
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from chatkv.models.logits import KeptRow
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -103,7 +102,7 @@ class Sequence:
     """Keys of the pages that are complete and known so far."""
     unsaved: set[int] = field(default_factory=set[int])
     """Pages the disk queue had no room for; offered again at the end."""
-    last_logits: npt.NDArray[np.float32] | None = None
+    last_logits: KeptRow | None = None
     """[V] logits of the last row in place, once a step has run; what a witness is made of."""
 
     def __post_init__(self) -> None:

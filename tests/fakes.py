@@ -17,6 +17,7 @@ import torch
 
 from chatkv.attention.cpu import CpuBackend
 from chatkv.kv.pool import PagePool
+from chatkv.models.logits import HostLogits
 
 EOS, USER, REPLY, SYSTEM = 256, 257, 258, 259
 VOCAB = 260
@@ -140,7 +141,7 @@ class TinyModel:
     def chunk(self, offset: int) -> tuple[int, int]:
         return offset // self.chunk_rows * self.chunk_rows, self.chunk_rows
 
-    def step(self, batch: Any, pool: PagePool) -> np.ndarray:
+    def step(self, batch: Any, pool: PagePool) -> HostLogits:
         self.steps += 1
         self.rows.append(len(batch.tokens))
         x = self.embed[batch.tokens] + self._where(batch.positions)
@@ -150,7 +151,7 @@ class TinyModel:
             out, _ = self.backend.attend(batch.call, torch.from_numpy(q), pool.data[layer])
             x = x + np.tanh(_by_row(self.out[layer], out.numpy().reshape(len(x), -1)))
         rows = range(len(x)) if batch.logit_rows is None else batch.logit_rows
-        return _by_row(self.head, x[list(rows)])
+        return HostLogits(_by_row(self.head, x[list(rows)]), batch)
 
     def prefill(
         self,

@@ -23,6 +23,7 @@ from chatkv.models import block, weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.layers import rotary_tables
 from chatkv.models.linear import NUMERICS, describe
+from chatkv.models.logits import HostLogits
 from chatkv.models.model import ForwardBatch
 from chatkv.models.spec import ModelSpec
 from chatkv.models.weights import Weights
@@ -111,11 +112,11 @@ class Decoder:
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
         return offset // self.chunk_tokens * self.chunk_tokens, self.chunk_tokens
 
-    def step(self, batch: ForwardBatch, pool: PagePool) -> np.ndarray:
+    def step(self, batch: ForwardBatch, pool: PagePool) -> HostLogits:
         """Run new rows through the model and store their keys and values.
 
         Returns:
-            logits [wanted rows, V] float32, good until the next call.
+            The logits of the wanted rows, float32, good until the next call.
 
         Raises:
             ValueError: More rows than `max_step_rows`, or arrays of other lengths.
@@ -125,9 +126,10 @@ class Decoder:
             raise ValueError(f"A step of {rows} rows; 1 to {self.max_step_rows} can be run.")
         if len(batch.positions) != rows or len(batch.slots) != rows or batch.call.num_rows != rows:
             raise ValueError(f"{rows} tokens, but other numbers of positions, slots or call rows.")
-        return self._forward(
+        logits = self._forward(
             batch.tokens, batch.positions, batch.slots, batch.call, pool, batch.logit_rows
         )
+        return HostLogits(logits, batch)
 
     def prefill(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from chatkv.attention.call import AttentionCall
 from chatkv.kv.pool import PagePool
 from chatkv.models.spec import ModelSpec
 from chatkv.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from chatkv.models.logits import StepLogits
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,10 @@ class Model(Protocol):
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
         ...
 
-    def step(self, batch: ForwardBatch, pool: PagePool) -> npt.NDArray[np.float32]:
-        """Run the rows, store their K/V; [wanted rows, V] float32 logits.
+    def step(self, batch: ForwardBatch, pool: PagePool) -> StepLogits:
+        """Run the rows, store their K/V; the logits of the wanted rows.
 
-        A row's bits depend on its own history alone. The array is the caller's until the next step.
+        A row's bits depend on its own history alone. The result is good until the next step.
         """
         ...
 

@@ -47,7 +47,7 @@ class Run:
             call=call,
             logit_rows=rows,
         )
-        return self.model.step(batch, self.pool).copy()
+        return self.model.step(batch, self.pool).logits.copy()
 
     def prefill(self, tokens, start: int, known: int | None = None) -> np.ndarray:
         known = start if known is None else known
@@ -154,7 +154,7 @@ def test_sequences_in_one_step_do_not_see_each_other(tiny):
         slots=np.concatenate(slots).astype(np.int64),
         call=AttentionCall.of(torch.from_numpy(table), [20, 9], [20, 9]),
     )
-    logits = tiny.step(batch, run.pool).copy()
+    logits = tiny.step(batch, run.pool).logits.copy()
     np.testing.assert_array_equal(logits[:20], Run(tiny).step(first, 0))
     np.testing.assert_array_equal(logits[20:], Run(tiny).step(second, 0))
 

@@ -50,7 +50,7 @@ class Reply:
             call=AttentionCall.of(torch.from_numpy(self.pages[None]), [count], [start + count]),
             logit_rows=np.array([count - 1], np.int32),
         )
-        return self.model.step(batch, self.pool)[0].copy()
+        return self.model.step(batch, self.pool).row(0)
 
 
 @pytest.mark.parametrize("rows", [0, 64], ids=["prefill", "step"])
@@ -106,7 +106,7 @@ def test_logits_match_transformers(default_file, default_model, make_oracle):
             slots=pages[at // 16].astype(np.int64) * 16 + at % 16,
             call=AttentionCall.of(table, [len(part)], [start + len(part)]),
         )
-        ours.append(default_model.step(batch, pool).copy())
+        ours.append(default_model.step(batch, pool).logits.copy())
     wrong, theirs = np.concatenate(ours) - exact, rounded - exact
     assert np.sqrt((wrong**2).mean()) < np.sqrt((theirs**2).mean()) / 3
     assert np.abs(wrong).max() < np.abs(theirs).max()

@@ -1,0 +1,112 @@
+"""What a step gives: a row of logits for each row of the batch, and the token each row picks.
+
+Knows rows and samplers; no tree and no model. On a CPU the logits are an array and a row is picked
+when it is asked for. On a device they stay there: all rows are picked at once and only ids come
+back (`cuda_logits.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from chatkv.models.model import ForwardBatch
+from chatkv.sampling import Sampler
+
+
+class KeptRow(Protocol):
+    """One row that outlives the step. `numpy.asarray` gives [V] float32."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray: ...
+
+
+class StepLogits(Protocol):
+    """The logits of one step, good until the next one.
+
+    Rows count from 0 over the wanted rows of the batch.
+    """
+
+    def __len__(self) -> int: ...
+
+    def wait(self) -> None:
+        """Return when the step is done; for whoever measures it."""
+        ...
+
+    def sample(self, samplers: Sequence[Sampler]) -> None:
+        """Say who picks, one sampler a sequence of the batch. Once, before the first `pick`."""
+        ...
+
+    def pick(self, row: int, history: Sequence[int] = ()) -> int:
+        """The token that comes behind a row.
+
+        Args:
+            history: Ids up to the row, for settings that look back. None does yet.
+
+        Raises:
+            ModelError: A logit is NaN, or the best one is infinite.
+        """
+        ...
+
+    def row(self, row: int) -> npt.NDArray[np.float32]:
+        """[V] float32, a copy."""
+        ...
+
+    def keep(self, row: int) -> KeptRow:
+        """A copy of a row that comes to the host when it is read."""
+        ...
+
+
+def wanted_rows(batch: ForwardBatch) -> list[int]:
+    """Rows of the batch whose logits are wanted."""
+    if batch.logit_rows is None:
+        return list(range(len(batch.tokens)))
+    return batch.logit_rows.tolist()
+
+
+def owners(batch: ForwardBatch) -> list[int]:
+    """The sequence of each wanted row."""
+    starts = batch.call.q_start_host
+    every = [n for n, (a, b) in enumerate(pairwise(starts)) for _ in range(a, b)]
+    return [every[row] for row in wanted_rows(batch)]
+
+
+class HostLogits:
+    """`StepLogits` over an array in host memory.
+
+    Args:
+        logits: [wanted rows, V] float32; may be overwritten by the next step.
+        batch: What was run.
+    """
+
+    def __init__(self, logits: npt.NDArray[np.float32], batch: ForwardBatch) -> None:
+        self.logits = logits
+        self._batch = batch
+        self._samplers: Sequence[Sampler] = ()
+        self._owners: list[int] = []
+        self._places: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def wait(self) -> None:
+        """A CPU step is done when it returns."""
+
+    def sample(self, samplers: Sequence[Sampler]) -> None:
+        """Nothing is computed before it is asked for: a walk visits few rows."""
+        self._samplers = samplers
+        self._owners = owners(self._batch)
+        self._places = [int(self._batch.positions[row]) + 1 for row in wanted_rows(self._batch)]
+
+    def pick(self, row: int, history: Sequence[int] = ()) -> int:
+        sampler = self._samplers[self._owners[row]]
+        return sampler.pick(self.logits[row], history, self._places[row]).token
+
+    def row(self, row: int) -> npt.NDArray[np.float32]:
+        return self.logits[row].copy()
+
+    def keep(self, row: int) -> KeptRow:
+        return self.logits[row].copy()
