@@ -1,0 +1,201 @@
+"""The model on a CUDA device: token ids in, logits that stay there, keys and values into pages.
+
+Knows how a model comes to a device and what it promises the engine; the pass is in
+`cuda_layers.py`, the captured steps in `graphs.py`. Knows no sequence, no sampling and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chatkv.attention.triton_tree import TritonBackend
+from chatkv.kv.pool import PagePool
+from chatkv.models import chunks
+from chatkv.models.cuda_layers import CONTEXT_LIMIT, PAGE_SIZE, Layers, Linear, Room, Rows
+from chatkv.models.cuda_load import (
+    expect_device,
+    expect_exact_attention,
+    load_weights,
+    numerics_of,
+)
+from chatkv.models.cuda_logits import DeviceLogits
+from chatkv.models.dense import DenseWeights
+from chatkv.models.graphs import ROWS, StepGraphs
+from chatkv.models.model import ForwardBatch
+from chatkv.models.row_check import check_rows
+from chatkv.models.spec import ModelSpec
+from chatkv.tokenizer import Tokenizer
+
+CHECKED_ROWS = ROWS[:3]
+"""Row counts whose bits are compared at load; larger steps are multiples of the same blocks."""
+Progress = Callable[[str, int, int], None]
+
+
+class CudaDecoder:
+    """A loaded model with its tokenizer and attention backend. One thread uses it at a time.
+
+    Args:
+        weights: On the device.
+        tokenizer: The model's own.
+        linear: Which products a step uses: our own kernels, or the library's.
+        capture: Replay steps as CUDA graphs.
+        checked: Look at attention and at every product for row independence now.
+
+    Raises:
+        BackendUnavailable: The device cannot run this, or does not keep bits; says why.
+    """
+
+    page_size = PAGE_SIZE
+    max_step_rows = 64
+
+    def __init__(
+        self,
+        weights: DenseWeights,
+        tokenizer: Tokenizer,
+        *,
+        linear: Linear = "triton",
+        capture: bool = True,
+        checked: bool = True,
+    ) -> None:
+        spec = weights.spec
+        limit = min(spec.context_limit, CONTEXT_LIMIT)
+        spec = replace(spec, context_limit=limit, numerics=numerics_of(weights, linear))
+        self.spec: ModelSpec = spec
+        self.tokenizer = tokenizer
+        self.backend = TritonBackend()
+        self.layers = Layers(replace(weights, spec=spec), self.backend, linear)
+        self.graphs = StepGraphs(self.layers, capture=capture)
+        self._chunk_rooms: dict[int, Room] = {}
+        self._last = self.layers.room(ROWS[0])
+        if checked:
+            expect_exact_attention(self.backend, spec, weights)
+            self.layers.pieces = check_rows(self.layers, CHECKED_ROWS)
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path,
+        *,
+        device: str = "cuda",
+        linear: Linear = "triton",
+        capture: bool = True,
+        progress: Progress | None = None,
+    ) -> CudaDecoder:
+        """Load a model by name or path.
+
+        Args:
+            name: A catalogue name, a .gguf, a folder with safetensors, or `random:tiny` and such.
+            progress: Called with (what, done, total).
+
+        Raises:
+            UnknownModel: Nothing of that name.
+            BadWeights: The files cannot be used; says why.
+            ModelError: The device has no room; says how much is missing.
+            BackendUnavailable: There is no such device, or it cannot run this.
+        """
+        place = expect_device(device)
+        weights, tokenizer = load_weights(str(name), place, torch.bfloat16, progress)
+        return cls(weights, tokenizer, linear=linear, capture=capture)
+
+    @property
+    def backend_name(self) -> str:
+        """Attention backend, mode and numerics version, and those of the linear layers."""
+        backend = self.backend
+        return f"{backend.name}/{backend.mode}/{backend.numerics}/{self.spec.numerics}"
+
+    def identity(self, page_tokens: int) -> dict[str, object]:
+        """Everything that changes the bits of a page, for the fingerprint."""
+        about: dict[str, object] = dict(self.spec.identity(page_tokens, self.backend_name))
+        return {**about, "pool_dtype": str(self.layers.weights.dtype).removeprefix("torch.")}
+
+    def new_pool(self, num_tokens: int) -> PagePool:
+        """A pool on the device for at least so many tokens of this model."""
+        spec = self.spec
+        return PagePool(
+            num_pages=-(-num_tokens // self.page_size),
+            page_size=self.page_size,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self.layers.weights.dtype,
+            device=self.layers.device,
+        )
+
+    def chunk(self, offset: int) -> tuple[int, int]:
+        """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
+        return chunks.chunk_of(offset)
+
+    def step(self, batch: ForwardBatch, pool: PagePool) -> DeviceLogits:
+        """Run new rows through the model and store their keys and values.
+
+        Returns:
+            Logits on the device, good until the next call. The device may still be at work.
+
+        Raises:
+            ValueError: More rows than can be run, arrays of other lengths, or ids out of range.
+        """
+        rows = len(batch.tokens)
+        if len(batch.positions) != rows or len(batch.slots) != rows or batch.call.num_rows != rows:
+            raise ValueError(f"{rows} tokens, but other numbers of positions, slots or call rows.")
+        self._expect_ids(batch.tokens)
+        return DeviceLogits(self.graphs.run(batch, pool), batch)
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        known: int,
+        slots: np.ndarray,
+        entries: np.ndarray,
+        pool: PagePool,
+        *,
+        chunk_rows: int,
+        want_logits: bool,
+    ) -> np.ndarray | None:
+        """Run the given ids of one chunk behind `known` stored slots. See `model.Model.prefill`."""
+        first, stop = known - start, known - start + len(tokens)
+        if not tokens or first < 0 or stop > chunk_rows or len(slots) != len(tokens):
+            raise ValueError(
+                f"{len(tokens)} tokens at row {first} of a chunk of {chunk_rows} rows."
+            )
+        # All rows are run, the known and the missing ones as padding: one shape, the same bits.
+        ids = np.zeros(chunk_rows, np.int32)
+        ids[first:stop] = tokens
+        self._expect_ids(ids)
+        own = np.full(chunk_rows, -1, np.int64)
+        own[first:stop] = slots
+        positions = np.minimum(start + np.arange(chunk_rows), known + len(tokens) - 1)
+        room = self._chunk_room(chunk_rows)
+        rows = Rows(self._send(ids), self._send(positions.astype(np.int32)), self._send(own))
+        table = self._send(np.ascontiguousarray(entries, np.int32))
+        self.layers.chunk(rows, pool, room, table=table, start=start, stop=start + stop)
+        if not want_logits:
+            return None
+        self._last.hidden[0] = room.hidden[stop - 1]
+        self.layers.head(self._last)
+        return self._last.logits[0].cpu().numpy().copy()
+
+    def _chunk_room(self, rows: int) -> Room:
+        """Buffers of a chunk; all sizes share those of the largest so far."""
+        largest = max(self._chunk_rooms, default=0)
+        if rows > largest:
+            self._chunk_rooms.clear()
+            self._chunk_rooms[rows] = self.layers.room(rows, with_logits=False, chunk=True)
+            largest = rows
+        return self._chunk_rooms[largest].first(rows)
+
+    def _send(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        if self.layers.device.type == "cuda":
+            tensor = tensor.pin_memory().to(self.layers.device, non_blocking=True)
+        return tensor
+
+    def _expect_ids(self, tokens: np.ndarray) -> None:
+        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self.spec.vocab_size:
+            raise ValueError(f"No tokens, or an id outside 0 to {self.spec.vocab_size - 1}.")

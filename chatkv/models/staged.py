@@ -1,0 +1,62 @@
+"""Numbers that go to the device in one transfer: numpy arrays on this side, tensors on that.
+
+Knows names, shapes and places. Knows not what the numbers mean.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGN = 256
+"""Bytes. Kernels are compiled for aligned pointers."""
+
+_DTYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
+
+
+class Staged:
+    """One block of memory on each side, seen through named arrays.
+
+    Args:
+        fields: Name -> (dtype, shape).
+        device: Where the block goes. On a CPU both sides are the same memory.
+    """
+
+    def __init__(
+        self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+    ) -> None:
+        places: dict[str, int] = {}
+        size = 0
+        for name, (dtype, shape) in fields.items():
+            places[name] = size
+            size += -(-prod(shape) * dtype.itemsize // ALIGN) * ALIGN
+        is_cuda = device.type == "cuda"
+        self._source = torch.zeros(size, dtype=torch.uint8, pin_memory=is_cuda)
+        self._target = torch.zeros(size, dtype=torch.uint8, device=device)
+        if not is_cuda:
+            self._target = self._source
+        self._sent = torch.cuda.Event() if is_cuda else None
+        self.host: dict[str, np.ndarray] = {}
+        """Written by the caller between `begin` and `send`."""
+        self.device: dict[str, Tensor] = {}
+        """Read by kernels behind `send`."""
+        for name, (dtype, shape) in fields.items():
+            stop = places[name] + prod(shape) * dtype.itemsize
+            piece = self._source[places[name] : stop].numpy()
+            self.host[name] = piece.view(_DTYPES[dtype]).reshape(shape)
+            self.device[name] = self._target[places[name] : stop].view(dtype).view(shape)
+
+    def begin(self) -> dict[str, np.ndarray]:
+        """The arrays to write, once the last transfer no longer reads them."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return self.host
+
+    def send(self) -> None:
+        """Send everything, in order with the current stream; returns at once."""
+        if self._sent is not None:
+            self._target.copy_(self._source, non_blocking=True)
+            self._sent.record()

@@ -1,0 +1,104 @@
+"""The device's whole pass on a tiny model, in float32. Run by test_interpreted.py; slow there.
+
+The interpreter multiplies through the host's BLAS, whose bits depend on shapes: values only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from chatkv.batch import chain_batch, tree_batch
+from chatkv.kv.pool import PagePool
+from chatkv.kv.table import PageTable
+from chatkv.models import cuda_layers, random_model
+from chatkv.models.cuda_decoder import CudaDecoder
+from chatkv.sampling import Sampler, SamplingParams
+from chatkv.spec.tree import DraftTree
+
+# Attention leaves rows that are padding as it finds them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+Make = Callable[..., CudaDecoder]
+
+
+@pytest.fixture
+def make() -> Make:
+    def build(name: str, linear: str = "triton") -> CudaDecoder:
+        weights = random_model.random_weights(name, torch.device("cpu"), torch.float32)
+        tokenizer = random_model.byte_tokenizer()
+        return CudaDecoder(weights, tokenizer, linear=linear, capture=False, checked=False)  # type: ignore[arg-type]
+
+    return build
+
+
+def pool_of(decoder: CudaDecoder) -> PagePool:
+    pool = decoder.new_pool(512)
+    pool.data.fill_(torch.nan)
+    return pool
+
+
+def step(decoder: CudaDecoder, table: PageTable, ids: list[int]) -> np.ndarray:
+    with table.reserve(len(ids)) as reserved:
+        batch = chain_batch(table, ids, reserved.slots, want_logits=True)
+        logits = decoder.step(batch, table.pool).row(0)
+        reserved.keep(range(len(ids)))
+    return logits
+
+
+def prefill(decoder: CudaDecoder, table: PageTable, ids: list[int]) -> np.ndarray:
+    with table.reserve(len(ids)) as reserved:
+        logits = decoder.prefill(
+            ids, 0, 0, reserved.slots, table.entries(), table.pool,
+            chunk_rows=decoder.chunk(0)[1], want_logits=True,
+        )  # fmt: skip
+        reserved.keep(range(len(ids)))
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("narrow", [0, 1024])
+@pytest.mark.parametrize("name", ["random:tiny", "random:tiny-qwen2", "random:tiny-qwen3"])
+def test_prompt_and_step_agree(name: str, narrow: int, make: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_layers, "NARROW", narrow)
+    decoder = make(name)
+    pool = pool_of(decoder)
+    ids = np.random.default_rng(0).integers(0, 256, 20).tolist()
+    given = prefill(decoder, PageTable(pool), ids)
+    stepped = PageTable(pool)
+    step(decoder, stepped, ids[:15])
+    np.testing.assert_allclose(step(decoder, stepped, ids[15:]), given, rtol=1e-3, atol=1e-4)
+    library = make(name, "library")
+    with_library = step(library, PageTable(pool), ids)
+    np.testing.assert_allclose(with_library, given, rtol=1e-3, atol=1e-4)
+
+
+def test_a_tree_is_plain_decoding_and_picks_like_its_sampler(make: Make):
+    decoder = make("random:tiny")
+    pool = pool_of(decoder)
+    first, second = PageTable(pool), PageTable(pool)
+    step(decoder, first, [1, 2, 3])
+    step(decoder, second, list(range(20)))
+    trees = [DraftTree.of([5, 6, 7, 8], [0, 0, 0, 1]), DraftTree.of([9, 4], [0, 0])]
+    samplers = [Sampler(SamplingParams(seed=1)), Sampler(SamplingParams(temperature=0))]
+    with first.reserve(4) as a, second.reserve(2) as b:
+        batch = tree_batch([first, second], trees, [a.slots, b.slots])
+        result = decoder.step(batch, pool)
+        result.sample(samplers)
+        rows = [result.row(row) for row in range(6)]
+        for row, line in enumerate(rows):
+            own, at, length = (0, row, 3) if row < 4 else (1, row - 4, 20)
+            place = length + trees[own].depths[at] + 1
+            assert result.pick(row) == samplers[own].pick(line, [], place).token
+        a.keep([0, 1, 3])
+        b.keep([0])
+    plain = PageTable(pool)
+    step(decoder, plain, [1, 2, 3])
+    for token, row in ((5, 0), (6, 1), (8, 3)):
+        alone = step(decoder, plain, [token])
+        np.testing.assert_allclose(alone, rows[row], rtol=1e-4, atol=1e-5)
+    # What was kept is what plain decoding stored.
+    kept = step(decoder, first, [11])
+    np.testing.assert_allclose(kept, step(decoder, plain, [11]), rtol=1e-4, atol=1e-5)
