@@ -46,7 +46,7 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright
+	$(BIN)/pyright --project pyproject.toml
 	$(MAKE) --no-print-directory test
 
 fix: $(VENV)/.check
