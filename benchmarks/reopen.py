@@ -60,9 +60,9 @@ class Program:
         self.store.close()
 
 
-def first_token(program: Program, prompt: str) -> tuple[float, Done]:
+def first_token(program: Program, chat_id: str, prompt: str) -> tuple[float, Done]:
     """Milliseconds from send to the first token, and how the reply ended."""
-    chat = program.chats.open("@last").fork()
+    chat = program.chats.open(chat_id).fork()
     begun, first = perf_counter(), 0.0
     for event in chat.send(prompt):
         if isinstance(event, Delta) and not first:
@@ -99,7 +99,7 @@ def main() -> None:
             order = ["stored", "computed", "computed", "stored"]
             for way in order if round_ % 2 == 0 else reversed(order):
                 program = Program(model, folder, "kv.db" if way == "stored" else None)
-                ms, done = first_token(program, "And now?")
+                ms, done = first_token(program, chat.id, "And now?")
                 times[way].append(ms)
                 program.close()
                 usage = done.usage
