@@ -180,7 +180,7 @@ class TinyModel:
                 page, offset = divmod(start + row, pool.page_size)
                 kv[:, row] = pool.data[layer, int(entries[page]), :, :, offset]
             table = torch.from_numpy(entries)
-            out = self.backend.prefill(q, *kv, pool.data[layer], table, start, stop)
+            out = _chunk(q, *kv, pool.data[layer], table, start)
             rows = out[first:stop].contiguous().numpy().reshape(len(x), -1)
             x = x + np.tanh(_by_row(self.out[layer], rows))
         return _by_row(self.head, x[-1:])[0] if want_logits else None
@@ -211,3 +211,25 @@ def _by_row(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
     if len(x) == 0:
         return np.zeros((0, len(weight)), np.float32)
     return np.stack([weight @ row for row in x])
+
+
+def _chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    entries: torch.Tensor,
+    start: int,
+) -> torch.Tensor:
+    """[C, HQ, D] attention of one chunk by a library, whose bits depend on the chunk's shape."""
+    count, group = -(-start // pages.shape[3]), q.shape[1] // k.shape[1]
+    history = pages[entries[:count].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :start]
+    keys, values = torch.cat([history, torch.stack([k, v]).transpose(1, 2)], dim=2)
+    mask = torch.ones(len(q), start + len(q), dtype=torch.bool).tril(start)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys.repeat_interleave(group, 0)[None],
+        values.repeat_interleave(group, 0)[None],
+        attn_mask=mask,
+    )
+    return out[0].transpose(0, 1)

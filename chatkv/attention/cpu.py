@@ -16,7 +16,6 @@ from torch import Tensor
 from chatkv.attention import cpu_kernels as kernels
 from chatkv.attention.call import AttentionCall
 from chatkv.attention.cpu_plan import CpuPlan, Planner
-from chatkv.attention.cpu_prefill import attend_chunk
 from chatkv.errors import BackendUnavailable
 
 NO_LSE = np.zeros((0, 0), np.float32)
@@ -100,20 +99,6 @@ class CpuBackend:
         else:
             kernel = kernels.attend_alone if plan.num_workers == 1 else kernels.attend_together
         kernel(q, pages, out, NO_LSE if lse is None else lse, *plan.arguments)
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pages: Tensor,
-        entries: Tensor,
-        start: int,
-        num_rows: int,
-    ) -> Tensor:
-        """One layer of a prompt chunk. Arguments as in `cpu_prefill.attend_chunk`."""
-        self.calls += 1
-        return attend_chunk(q, k, v, pages, entries, start, num_rows)
 
 
 def _bits(tensor: Tensor) -> NDArray[Any]:
