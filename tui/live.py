@@ -14,9 +14,9 @@ from tui.widgets.turn_view import Card, folded
 from tui.wording import count
 
 FLOOR_S = 0.08
-SHARE = 6.0
-"""A drawing is followed by a pause of six times what it cost: at most a seventh of a core, since
-the engine wants all of them. Twelve pictures a second read as a stream."""
+SHARE = 16.0
+"""A drawing is followed by a pause of sixteen times what it cost: at most a seventeenth of a core,
+since the engine wants all of them. With six the screen took a fifth of the decode rate."""
 
 
 class Live:
