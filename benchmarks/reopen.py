@@ -99,7 +99,9 @@ def main() -> None:
             order = ["stored", "computed", "computed", "stored"]
             for way in order if round_ % 2 == 0 else reversed(order):
                 program = Program(model, folder, "kv.db" if way == "stored" else None)
-                ms, done = first_token(program, chat.id, f"And now, {round_}?")
+                ms, done = first_token(
+                    program, chat.id, f"And now, {sum(map(len, times.values()))}?"
+                )
                 times[way].append(ms)
                 program.close()
                 usage = done.usage
