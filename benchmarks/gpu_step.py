@@ -22,9 +22,11 @@ import torch
 from chatkv.batch import tree_batch
 from chatkv.kv.pool import PagePool
 from chatkv.kv.table import PageTable
+from chatkv.models import catalog
 from chatkv.models.catalog import DEFAULT_MODEL
 from chatkv.models.cuda_decoder import CudaDecoder
 from chatkv.models.cuda_layers import Linear
+from chatkv.models.devices import expect_cuda
 from chatkv.models.spec import ModelSpec
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.tree import DraftTree
@@ -259,7 +261,7 @@ def main() -> None:
 def measure(name: str, linear: Linear, options: argparse.Namespace) -> tuple[ModelSpec, float]:
     """Our own numbers of one model; its spec, and milliseconds of the prompt."""
     begun = time.perf_counter()
-    decoder = CudaDecoder.load(name, linear=linear)
+    decoder = CudaDecoder.load(catalog.find(name), expect_cuda(), linear=linear)
     pool = decoder.new_pool(2 * max(options.prompt, *options.context) + 256)
     pool.data.normal_()
     print(f"{name}, {linear} ({time.perf_counter() - begun:.1f} s to load)")

@@ -33,6 +33,8 @@ from chatkv.spec.verify import Accepted, verify
 
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Row counts whose step is timed at start."""
+QUEUE_BYTES, DEVICE_QUEUE_BYTES = 64 << 20, 512 << 20
+"""Page rows that may wait for the disk; a device fills pages faster than a disk takes them."""
 
 
 class Engine:
@@ -61,10 +63,11 @@ class Engine:
         self.config = config = config or EngineConfig()
         spec = model.spec
         self.context_limit = min(config.context_limit or spec.context_limit, spec.context_limit)
-        self.pool = model.new_pool(config.pool_tokens or 2 * self.context_limit)
+        self.pool = model.new_pool(config.pool_tokens or model.pool_tokens(self.context_limit))
         self.prefix = PrefixCache(self.pool)
         self.pool.reclaim = self.prefix.reclaim
-        self.saver = PageSaver(store) if store is not None else None
+        queue_bytes = QUEUE_BYTES if model.device == "cpu" else DEVICE_QUEUE_BYTES
+        self.saver = PageSaver(store, queue_bytes=queue_bytes) if store is not None else None
         self.prompts = Prompts(model, self.pool, self.prefix, self.saver)
         self.identity = model.identity(self.pool.page_size)
         self.root_key = root_key(fingerprint(self.identity), salt)

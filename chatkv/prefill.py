@@ -22,7 +22,7 @@ from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.restore import Found, find_prefix, publish
 from chatkv.kv.saver import PageSaver
-from chatkv.kv.store import Origin, PageImage
+from chatkv.kv.store import Origin, PageHead
 from chatkv.kv.table import PageTable
 from chatkv.models.model import Model
 from chatkv.sequence import Sequence
@@ -226,7 +226,7 @@ class Prompts:
         start = index * self.pool.page_size
         flags = tuple(seq.sampled[start : start + rows])
         origin: Origin = "step" if all(flags) else "mixed" if any(flags) else "chunk"
-        image = PageImage(
+        head = PageHead(
             key=seq.key_at(start + rows),
             parent_key=seq.parent_key(index),
             chain_index=index,
@@ -234,9 +234,10 @@ class Prompts:
             token_ids=tuple(seq.tokens[start : start + rows]),
             sampled=flags,
             origin=origin,
-            payload=self.pool.image(seq.table.pages[index], rows),
         )
-        if self.saver.put(image):
+        page = seq.table.pages[index]
+        num_bytes = self.pool.payload_bytes(rows)
+        if self.saver.put(head, num_bytes, lambda: self.pool.read(page, rows)):
             seq.unsaved.discard(index)
         else:
             seq.unsaved.add(index)

@@ -10,7 +10,7 @@ from typing import Any
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.models import catalog
-from chatkv.models.decoder import Decoder
+from chatkv.models.devices import load_model
 from sessions.pages import open_page_store
 from sessions.service import EngineService
 
@@ -21,12 +21,13 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
     """An engine as the options ask for.
 
     Args:
-        options: `model` (name or path), and maybe `threads`, `context`, `spec`, `drafters`,
-            `kv_path` (None: no pages on disk), `kv_limit_bytes`.
+        options: `model` (name or path), and maybe `device` (auto by default), `threads`,
+            `context`, `spec`, `drafters`, `kv_path` (None: no pages on disk), `kv_limit_bytes`.
         progress: Called with stage, bytes done, bytes in all.
 
     Raises:
         ModelError: The model cannot be found or loaded.
+        BackendUnavailable: The device is not here, or cannot run this model.
         ConfigError: An option makes no sense.
     """
     config = EngineConfig(
@@ -35,8 +36,13 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         spec=options.get("spec") or "auto",
         drafters=tuple(options.get("drafters") or ("ngram",)),
     )
-    model = Decoder.load(catalog.find(options["model"]), threads=config.threads, progress=progress)
-    store, notice = None, ""
+    model, notice = load_model(
+        catalog.find(options["model"]),
+        options.get("device") or "auto",
+        threads=config.threads,
+        progress=progress,
+    )
+    store = None
     if options.get("kv_path"):
         spec = model.spec
         limit = config.context_limit or spec.context_limit
@@ -46,7 +52,7 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
             context_bytes=limit * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim,
             limit_bytes=options.get("kv_limit_bytes"),
         )
-        store, notice = opened.store, opened.notice
+        store, notice = opened.store, " ".join(filter(None, (notice, opened.notice)))
     salt = store.salt if store is not None else b""
     engine = Engine(model, config, store=store, salt=salt)
     return EngineService(engine, store, notice=notice)

@@ -48,7 +48,7 @@ class EngineService:
         model = self.engine.model
         return Ready(
             model=model.spec.name,
-            device="cpu",
+            device=model.device,
             backend=model.backend.name,
             mode=model.backend.mode,
             context_limit=self.engine.context_limit,

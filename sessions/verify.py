@@ -19,7 +19,7 @@ from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.errors import ContextFull, UsageError
 from chatkv.models.catalog import ModelFile
-from chatkv.models.decoder import Decoder
+from chatkv.models.devices import load_model
 from chatkv.models.model import Model
 from chatkv.sampling import SamplingParams
 from chatkv.spec.drafters import create_drafters
@@ -112,6 +112,7 @@ def verify_prompts(
     file: ModelFile,
     prompts: Sequence[Path],
     *,
+    device: str = "auto",
     limit: int | None = None,
     max_tokens: int = 64,
     temperatures: Sequence[float] = (0.0, 0.7, 1.0),
@@ -123,6 +124,7 @@ def verify_prompts(
 
     Args:
         file: The model.
+        device: Where it runs: `auto`, `cpu`, `cuda`.
         prompts: JSONL files or folders of them; none plays a few built-in ones.
         limit: Prompts at most.
         max_tokens: Of each reply.
@@ -138,13 +140,16 @@ def verify_prompts(
     Raises:
         UsageError: There is nothing to play, or a file cannot be read.
         ModelError: The model cannot be loaded.
+        BackendUnavailable: The device is not here, or cannot run it.
     """
     chosen = list(read_prompts(prompts)) if prompts else [Prompt(*one) for one in BUILT_IN]
     chosen = chosen[:limit]
     if not chosen:
         raise UsageError("There is no prompt to play.", hint="Name another file with --prompts.")
     create_drafters(drafters, vocab_size=1)  # an unknown name fails before the model is loaded
-    model = Decoder.load(file, threads=threads)
+    model, notice = load_model(file, device, threads=threads)
+    if notice and progress is not None:
+        progress(notice)
     plain = _Player(model, EngineConfig(spec="none"), {1: 1.0})
     drafted = _Player(model, EngineConfig(spec=SHAPE, drafters=tuple(drafters)), {1: 1.0})
     tokens = replies = 0
@@ -171,6 +176,7 @@ def verify_prompts(
         "replies": replies,
         "tokens": tokens,
         "different": different,
+        "device": model.device,
         "mode": model.backend.mode,
         "drafters": list(drafters),
         "drafted_steps": drafted.drafted_steps,

@@ -89,6 +89,7 @@ class TinyModel:
             can guess.
     """
 
+    device = "cpu"
     max_step_rows = 16
     page_size = 16
     chunk_rows = 8
@@ -124,6 +125,9 @@ class TinyModel:
             "head_dim": s.head_dim,
             "pool_dtype": "float32",
         }
+
+    def pool_tokens(self, context_limit: int) -> int:
+        return 2 * context_limit
 
     def new_pool(self, num_tokens: int) -> PagePool:
         s = self.spec

@@ -99,11 +99,18 @@ def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--device` of every command that loads a model."""
+    return click.option(
+        "--device", metavar="DEVICE", help="Where the model runs: auto|cpu|cuda|npu."
+    )(function)
+
+
 def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Options of the model, the engine and the sampler, for `chat` and `ask`."""
     for option in reversed(
         (
-            click.option("-m", "--model", metavar="MODEL", help="Catalogue name or a .gguf."),
+            click.option("-m", "--model", metavar="MODEL", help="Catalogue name, .gguf or folder."),
             click.option("-s", "--system", type=TEXT, metavar="SYSTEM", help="System prompt."),
             click.option(
                 "-o",
@@ -116,6 +123,7 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option("--spec", metavar="MODE", help="Drafting: none|auto|chain:N|tree:N."),
             click.option("--context", metavar="N", help="Tokens a conversation may hold."),
+            device_option,
             click.option("--threads", metavar="N", help="CPU threads."),
             click.option("--ephemeral", is_flag=True, help="Keep nothing on disk."),
         )
@@ -143,6 +151,7 @@ def flags_of(options: tuple[tuple[str, str], ...], **flags: Any) -> dict[str, An
         "model": "model",
         "spec": "spec.mode",
         "context": "context.limit",
+        "device": "device",
         "threads": "threads",
         "max_tokens": "sampling.max_tokens",
         "seed": "sampling.seed",

@@ -5,6 +5,7 @@ Knows folders, versions and the ports. Loads the engine only when asked to, in i
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import shutil
@@ -45,13 +46,13 @@ class Check:
         return asdict(self)
 
 
-def checks(found: Globals, *, load: bool) -> Iterator[Check]:
+def checks(found: Globals, settings: Settings, *, load: bool) -> Iterator[Check]:
     """Yield each check as it is done."""
-    settings = found.settings()
     looks: list[Callable[[Settings], Check]] = [
         _python,
         _torch,
         _packages,
+        _device,
         _sqlite,
         _folders,
         _numba_cache,
@@ -103,6 +104,38 @@ def _packages(_: Settings) -> Check:
     return Check("packages", "ok", ", ".join(found))
 
 
+def _device(settings: Settings) -> Check:
+    """Whether the device of the settings is here; torch is loaded only where there may be one."""
+    wanted = settings["device"]
+    if wanted == "cpu" or (wanted == "auto" and not _has_driver()):
+        return Check("device", "ok", "cpu" if wanted == "cpu" else "cpu: no NVIDIA driver is here")
+    import torch
+
+    from chatkv.models.devices import expect_cuda, expect_no_npu
+
+    try:
+        expect_no_npu(wanted)
+        place = expect_cuda("cuda" if wanted == "auto" else wanted)
+    except ChatKVError as error:
+        status = "warn" if wanted == "auto" else "fail"
+        return Check("device", status, error.message, error.hint)
+    free, total = torch.cuda.mem_get_info(place)
+    major, minor = torch.cuda.get_device_capability(place)
+    detail = (
+        f"{torch.cuda.get_device_name(place)}, compute capability {major}.{minor}, "
+        f"{output.size(free)} of {output.size(total)} free"
+    )
+    return Check("device", "ok", detail)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def _sqlite(_: Settings) -> Check:
     version = sqlite3.sqlite_version
     if sqlite3.sqlite_version_info[:2] < SQLITE:
@@ -145,6 +178,8 @@ def _model(settings: Settings) -> Check:
     from chatkv.models import catalog
 
     model = catalog.find(settings["model"])
+    if model.kind == "random":
+        return Check("model", "ok", f"{model.name}: random weights")
     if model.sha256 is None:
         return Check("model", "ok", f"{model.path} (not of the catalogue: content not checked)")
     digest = catalog.sha256_of(model.path)

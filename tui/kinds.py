@@ -77,6 +77,13 @@ def one_of(*names: str) -> Callable[[Any], str]:
     return read
 
 
+def device(raw: Any) -> str:
+    """`auto`, or a device as torch spells it."""
+    if not isinstance(raw, str) or not re.fullmatch(r"auto|cpu|npu|cuda(:[0-9]+)?", raw):
+        raise ValueError("must be auto, cpu, cuda, cuda:N or npu")
+    return raw
+
+
 def mode(raw: Any) -> str:
     """A drafting mode."""
     if not isinstance(raw, str) or not SPEC_MODES.fullmatch(raw):

@@ -32,7 +32,8 @@ class Setting:
 SETTINGS: dict[str, Setting] = {
     setting.key: setting
     for setting in (
-        Setting("model", kinds.text, "SmolLM2-135M-Instruct", "catalogue name or path of a .gguf"),
+        Setting("model", kinds.text, "SmolLM2-135M-Instruct", "catalogue name, .gguf or folder"),
+        Setting("device", kinds.device, "auto", "where the model runs: auto, cpu, cuda or npu"),
         Setting(
             "threads", kinds.whole(1), None, "CPU threads; unset: all that the process may use"
         ),

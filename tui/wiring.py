@@ -126,6 +126,7 @@ def engine_options(settings: Settings, model: str, *, ephemeral: bool) -> dict[s
     saves = not ephemeral and settings["kv.codec"] != "off"
     return {
         "model": model,
+        "device": settings["device"],
         "threads": settings["threads"],
         "context": settings["context.limit"],
         "spec": settings["spec.mode"],

@@ -5,6 +5,7 @@ Knows no sequence, no key and no file. Not thread-safe: one engine thread owns i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from chatkv.attention.store import copy_page
 from chatkv.errors import ModelError, OutOfPages
-from chatkv.kv.staging import Staging
+from chatkv.kv.staging import Pending, Staging
 
 
 class PagePool:
@@ -135,6 +136,13 @@ class PagePool:
 
     def image(self, page: int, num_tokens: int) -> bytes:
         """The first rows of a page as stored on disk: [L, 2, HK, num_tokens, D], little-endian."""
+        return self.read(page, num_tokens)()
+
+    def read(self, page: int, num_tokens: int) -> Pending:
+        """As `image`, but the bytes are waited for by whoever calls the result, in any thread.
+
+        The page may be written again at once.
+        """
         return self._staging.read(self._rows(page, num_tokens))
 
     def load(self, page: int, payload: bytes | memoryview, num_tokens: int) -> None:
@@ -161,13 +169,12 @@ class PagePool:
 
 
 def _no_room(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> ModelError:
-    needed = dtype.itemsize
-    for size in shape:
-        needed *= size
+    needed = dtype.itemsize * math.prod(shape)
     free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else 0
     tokens = shape[1] * shape[4]
+    fits = int(tokens * 0.9 * free / needed) // shape[4] * shape[4]
     return ModelError(
-        f"The page pool of {tokens} tokens needs {needed / 2**30:.1f} GiB on {device}, "
-        f"but {free / 2**30:.1f} GiB are free.",
-        hint="Use a shorter context or a smaller pool.",
+        f"Pages for {tokens:,} tokens need {needed / 2**30:.1f} GiB on {device}, "
+        f"but {free / 2**30:.1f} GiB are free beside the model.",
+        hint=f"About {fits:,} tokens fit: --context {fits}." if fits else "Use a smaller model.",
     )

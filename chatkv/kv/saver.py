@@ -9,13 +9,24 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
 from chatkv.errors import ChatKVError
-from chatkv.kv.store import PageImage, PageStore, Snapshot
+from chatkv.kv.staging import Pending
+from chatkv.kv.store import PageHead, PageImage, PageStore, Snapshot
 
 BATCH = 8
 """Pages in one commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A page in the queue, its rows perhaps still on their way from the device."""
+
+    head: PageHead
+    num_bytes: int
+    payload: Pending
 
 
 class PageSaver:
@@ -27,13 +38,13 @@ class PageSaver:
             that what is stored stays a prefix; the sweep at the end of the turn offers it again.
     """
 
-    def __init__(self, store: PageStore, *, queue_bytes: int = 64 << 20) -> None:
+    def __init__(self, store: PageStore, *, queue_bytes: int) -> None:
         self.store = store
         self.queue_bytes = queue_bytes
         self.notice = ""
         """Why saving is off, in one sentence; empty while it is on."""
         self.skipped = 0
-        self._queue: deque[PageImage | Snapshot | Callable[[], None]] = deque()
+        self._queue: deque[_Waiting | Snapshot | Callable[[], None]] = deque()
         self._queued_bytes = 0
         self._busy = False
         self._closed = False
@@ -46,16 +57,22 @@ class PageSaver:
         """Whether what is offered is still stored."""
         return not self.notice and not self._closed
 
-    def put(self, image: PageImage) -> bool:
-        """Queue a page; False if it was skipped. Never blocks."""
+    def put(self, head: PageHead, num_bytes: int, read: Callable[[], Pending]) -> bool:
+        """Queue a page; False if it was skipped. Never blocks.
+
+        Args:
+            head: What it is.
+            num_bytes: Of its rows.
+            read: Begins to bring its rows; called only if there is room.
+        """
         with self._wake:
             if not self.on:
                 return False
-            if self._queued_bytes + len(image.payload) > self.queue_bytes:
+            if self._queued_bytes + num_bytes > self.queue_bytes:
                 self.skipped += 1
                 return False
-            self._queue.append(image)
-            self._queued_bytes += len(image.payload)
+            self._queue.append(_Waiting(head, num_bytes, read()))
+            self._queued_bytes += num_bytes
             self._wake.notify()
         return True
 
@@ -106,29 +123,29 @@ class PageSaver:
                     self._busy = False
                     self._wake.notify_all()
 
-    def _next(self) -> list[PageImage] | Snapshot | Callable[[], None]:
+    def _next(self) -> list[_Waiting] | Snapshot | Callable[[], None]:
         """The next batch of pages, or the one other job at the head of the queue."""
-        pages: list[PageImage] = []
+        pages: list[_Waiting] = []
         while self._queue and len(pages) < BATCH:
             head = self._queue[0]
-            if not isinstance(head, PageImage):
+            if not isinstance(head, _Waiting):
                 break
             pages.append(head)
             self._queue.popleft()
-            self._queued_bytes -= len(head.payload)
+            self._queued_bytes -= head.num_bytes
         if pages:
             return pages
         work = self._queue.popleft()
-        assert not isinstance(work, PageImage)
+        assert not isinstance(work, _Waiting)
         return work
 
-    def _do(self, work: list[PageImage] | Snapshot | Callable[[], None]) -> None:
+    def _do(self, work: list[_Waiting] | Snapshot | Callable[[], None]) -> None:
         if isinstance(work, Snapshot):
             self.store.save_snapshot(work)
         elif callable(work):
             work()
         else:
-            self.store.write(work)
+            self.store.write([PageImage.of(page.head, page.payload()) for page in work])
 
     def _turn_off(self, reason: str) -> None:
         with self._wake:

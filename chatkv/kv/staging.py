@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 BUFFERS = 4
 """Page images on their way to the device at once."""
+Pending = Callable[[], bytes]
+"""Bytes on their way to the host: waits for them. Called once, from any thread."""
 
 
 class Staging:
     """The way to and from one device: plain copies on a CPU, pinned buffers for a CUDA device.
 
     Copies to the device are ordered with the work of the current stream; nobody waits for them.
+    Copies from it leave on a stream of their own, behind the work given so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
         self._next = 0
+        self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def read(self, rows: Tensor) -> bytes:
-        """The bytes of a uint8 view, in order."""
-        if self.device.type == "cpu":
-            return rows.numpy().tobytes()
-        buffer, done = self._buffer(rows.numel())
-        buffer.copy_(rows.contiguous().view(-1), non_blocking=True)
-        done.record()
-        done.synchronize()
-        return buffer.numpy().tobytes()
+    def read(self, rows: Tensor) -> Pending:
+        """The bytes of a uint8 view, in order, as they are now whatever is written next."""
+        if self._leaving is None:
+            payload = rows.numpy().tobytes()
+            return lambda: payload
+        # Gathered in order with the work of the current stream; only the slow way to the host is
+        # left to the other stream.
+        rows = rows.contiguous().view(-1)
+        buffer = torch.empty(rows.numel(), dtype=torch.uint8, pin_memory=True)
+        self._leaving.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._leaving):
+            buffer.copy_(rows, non_blocking=True)
+            rows.record_stream(self._leaving)
+            done = self._leaving.record_event()
+
+        def wait() -> bytes:
+            done.synchronize()
+            return buffer.numpy().tobytes()
+
+        return wait
 
     def write(self, payload: bytes | memoryview, rows: Tensor) -> None:
         """Put as many bytes as `rows`, a uint8 view, holds into it."""

@@ -59,6 +59,20 @@ class PageImage(PageHead):
     payload: bytes
     """[layers, 2, kv_heads, num_tokens, head_dim], the pool's own bytes."""
 
+    @classmethod
+    def of(cls, head: PageHead, payload: bytes) -> PageImage:
+        """A page and its rows."""
+        return cls(
+            head.key,
+            head.parent_key,
+            head.chain_index,
+            head.first_position,
+            head.token_ids,
+            head.sampled,
+            head.origin,
+            payload,
+        )
+
     @property
     def head(self) -> PageHead:
         """The same page without its rows, for whoever has to remember many."""

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import platformdirs
 
@@ -24,6 +25,8 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total); bytes where bytes are moved."""
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+RANDOM = "random:"
+"""Begins the names of models with random weights: `random:tiny`, `random:tiny@7` with a seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +63,22 @@ CATALOG = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model file on this disk. It exists; its content is checked when it is loaded."""
+    """A model on this disk. It exists; its content is checked when it is loaded."""
 
     name: str
     path: Path
-    kind: str = "gguf"
+    """Of the file or the folder; of a random model only its name."""
+    kind: Literal["gguf", "folder", "random"] = "gguf"
     sha256: str | None = None
     """What the content must hash to; None for a file the user named by path."""
     context_limit: int | None = None
     """Tokens, where the catalogue knows; the file's own metadata decides."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file, or of all files of the folder."""
+        files = self.path.iterdir() if self.kind == "folder" else [self.path]
+        return sum(file.stat().st_size for file in files if file.is_file())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +100,20 @@ def cache_dir() -> Path:
 
 
 def find(name_or_path: str | os.PathLike[str] = DEFAULT_MODEL) -> ModelFile:
-    """The file of a model.
+    """The file or folder of a model.
 
     Args:
-        name_or_path: A name of the catalogue (any case) or a path to a .gguf.
+        name_or_path: A name of the catalogue (any case), a path to a .gguf, a folder with
+            config.json and safetensors, or `random:SHAPE` (for benchmarks and tests; whether there
+            is such a shape is seen when it is loaded).
 
     Raises:
         UnknownModel: Neither a name we know nor a file; or a known model that is not here yet.
-        BadWeights: A folder, or a file that is no .gguf.
+        BadWeights: A folder that holds no model, or a file that is no .gguf.
     """
     text = os.fspath(name_or_path)
+    if text.lower().startswith(RANDOM):
+        return ModelFile(text, Path(text), "random")
     entry = _entry(text)
     if entry is not None:
         path = _installed(entry)
@@ -115,15 +129,17 @@ def find(name_or_path: str | os.PathLike[str] = DEFAULT_MODEL) -> ModelFile:
             raise BadWeights(f"{path} is not a .gguf file.", hint="Give the path of a GGUF model.")
         return ModelFile(path.stem, path.resolve())
     if path.is_dir():
-        raise BadWeights(
-            f"{path} is a folder; only GGUF files can be loaded so far.",
-            hint="Give the path of a GGUF model.",
-        )
+        if not (path / "config.json").is_file():
+            raise BadWeights(
+                f"The folder {path} has no config.json.",
+                hint="Give a folder with config.json, safetensors and tokenizer.json, or a .gguf.",
+            )
+        return ModelFile(path.resolve().name, path.resolve(), "folder")
     if path.suffix.lower() == ".gguf" or os.sep in text:
         raise UnknownModel(f"There is no model file at {path}.", hint="Check the path.")
     raise UnknownModel(
         f"No model is called {text!r}.",
-        hint=f"Known: {', '.join(CATALOG)}. Or give the path of a GGUF model.",
+        hint=f"Known: {', '.join(CATALOG)}. Or give the path of a .gguf or of a model folder.",
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,15 +16,11 @@ from torch import Tensor
 from chatkv.attention.triton_tree import TritonBackend
 from chatkv.kv.pool import PagePool
 from chatkv.models import chunks
+from chatkv.models.catalog import ModelFile
 from chatkv.models.cuda_layers import CONTEXT_LIMIT, PAGE_SIZE, Layers, Linear, Room, Rows
-from chatkv.models.cuda_load import (
-    expect_device,
-    expect_exact_attention,
-    load_weights,
-    numerics_of,
-)
+from chatkv.models.cuda_load import expect_exact_attention, load_weights, numerics_of
 from chatkv.models.cuda_logits import DeviceLogits
-from chatkv.models.dense import DenseWeights
+from chatkv.models.dense import HEADROOM_BYTES, DenseWeights
 from chatkv.models.graphs import ROWS, StepGraphs
 from chatkv.models.model import ForwardBatch
 from chatkv.models.row_check import check_rows
@@ -80,28 +75,35 @@ class CudaDecoder:
     @classmethod
     def load(
         cls,
-        name: str | Path,
+        file: ModelFile,
+        device: torch.device,
         *,
-        device: str = "cuda",
         linear: Linear = "triton",
         capture: bool = True,
         progress: Progress | None = None,
     ) -> CudaDecoder:
-        """Load a model by name or path.
+        """Load a model onto a device that `devices.expect_cuda` found fit.
 
         Args:
-            name: A catalogue name, a .gguf, a folder with safetensors, or `random:tiny` and such.
             progress: Called with (what, done, total).
 
         Raises:
-            UnknownModel: Nothing of that name.
+            UnknownModel: No random model of that name.
             BadWeights: The files cannot be used; says why.
             ModelError: The device has no room; says how much is missing.
-            BackendUnavailable: There is no such device, or it cannot run this.
+            BackendUnavailable: The device cannot run this.
         """
-        place = expect_device(device)
-        weights, tokenizer = load_weights(str(name), place, torch.bfloat16, progress)
+        # Sums rounded to bfloat16 between pieces would depend on how a library cut them.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+        weights, tokenizer = load_weights(file, device, torch.bfloat16, progress)
         return cls(weights, tokenizer, linear=linear, capture=capture)
+
+    @property
+    def device(self) -> str:
+        """As torch spells it."""
+        return str(self.layers.device)
 
     @property
     def backend_name(self) -> str:
@@ -113,6 +115,16 @@ class CudaDecoder:
         """Everything that changes the bits of a page, for the fingerprint."""
         about: dict[str, object] = dict(self.spec.identity(page_tokens, self.backend_name))
         return {**about, "pool_dtype": str(self.layers.weights.dtype).removeprefix("torch.")}
+
+    def pool_tokens(self, context_limit: int) -> int:
+        """Two contexts, or one where the device has less room."""
+        spec, dtype = self.spec, self.layers.weights.dtype
+        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        if self.layers.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.layers.device)[0] - HEADROOM_BYTES
+            if 2 * context_limit * token_bytes > free:
+                return context_limit
+        return 2 * context_limit
 
     def new_pool(self, num_tokens: int) -> PagePool:
         """A pool on the device for at least so many tokens of this model."""

@@ -3,50 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import triton
 
 from chatkv.attention.triton_check import Shape, problem
-from chatkv.attention.triton_tree import TritonBackend
-from chatkv.errors import BackendUnavailable
-from chatkv.models import catalog, chunks, dense, random_model, weights
+from chatkv.attention.triton_tree import LARGEST_HEAD, TritonBackend
+from chatkv.errors import BackendUnavailable, ModelError
+from chatkv.models import chunks, dense, random_model, weights
+from chatkv.models.catalog import ModelFile
 from chatkv.models.cuda_layers import PAGE_SIZE
 from chatkv.models.dense import DenseWeights
 from chatkv.models.folder import ModelFolder
 from chatkv.models.spec import ModelSpec
 from chatkv.tokenizer import Tokenizer
 
-OLDEST = (8, 0)
-"""Compute capability: bfloat16 matrix units and asynchronous copies."""
+HEAD_UNIT = 32
+"""Half of it is the fewest columns of a product that rotates."""
 VERSION = 1
 """Of our own kernels' arithmetic."""
 Progress = Callable[[str, int, int], None]
 
 
 def load_weights(
-    name: str, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+    file: ModelFile, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
 ) -> tuple[DenseWeights, Tokenizer]:
     """A model's weights on the device, and its tokenizer.
 
-    Args:
-        name: A catalogue name, a .gguf, a folder with safetensors, or `random:tiny` and such.
-
     Raises:
-        UnknownModel: Nothing of that name.
+        UnknownModel: No random model of that name.
         BadWeights: The files cannot be used; says why.
+        BackendUnavailable: The kernels do not serve a model of this shape.
         ModelError: The device has no room; says how much is missing.
     """
-    if random_model.is_random(name):
-        made = random_model.random_weights(name, device, dtype)
-        return made, random_model.byte_tokenizer()
-    if (folder := Path(name).expanduser()).is_dir():
-        opened = ModelFolder(folder)
-        return opened.load(device, dtype, progress), opened.tokenizer()
-    packed = weights.load(catalog.find(name), progress)
-    tokenizer = Tokenizer.from_file(packed.folder / "tokenizer.json")
-    return dense.from_packed(packed, device, dtype, progress), tokenizer
+    try:
+        if file.kind == "random":
+            expect_shape(random_model.random_spec(file.name)[0])
+            made = random_model.random_weights(file.name, device, dtype)
+            return made, random_model.byte_tokenizer()
+        if file.kind == "folder":
+            opened = ModelFolder(file.path)
+            expect_shape(opened.spec)
+            return opened.load(device, dtype, progress), opened.tokenizer()
+        packed = weights.load(file, progress)
+        expect_shape(packed.spec)
+        tokenizer = Tokenizer.from_file(packed.folder / "tokenizer.json")
+        return dense.from_packed(packed, device, dtype, progress), tokenizer
+    except torch.OutOfMemoryError as error:
+        # It was there when it was looked for: another program took it since.
+        free = torch.cuda.mem_get_info(device)[0] / dense.GIB
+        raise ModelError(
+            f"{file.name} did not fit {device} while it was loaded: {free:.1f} GiB are free.",
+            hint="Close what else uses the device, or choose --device cpu.",
+        ) from error
+
+
+def expect_shape(spec: ModelSpec) -> None:
+    """Raise unless the kernels serve a model of this shape.
+
+    Raises:
+        BackendUnavailable: They do not, with the numbers.
+    """
+    if spec.head_dim % HEAD_UNIT or spec.head_dim > LARGEST_HEAD:
+        raise BackendUnavailable(
+            f"{spec.name} has heads of size {spec.head_dim}; on a CUDA device the size is a "
+            f"multiple of {HEAD_UNIT} up to {LARGEST_HEAD}.",
+            hint="Choose --device cpu, or another model.",
+        )
 
 
 def expect_exact_attention(backend: TritonBackend, spec: ModelSpec, model: DenseWeights) -> None:
@@ -80,35 +103,3 @@ def numerics_of(model: DenseWeights, linear: str) -> str:
         where = torch.cuda.get_device_name(model.device).replace(" ", "-").lower()
     libraries = f"torch-{torch.__version__}-triton-{triton.__version__}"
     return f"{linear}-{VERSION}/{libraries}-{where}/{chunks.NUMERICS}"
-
-
-def expect_device(device: str) -> torch.device:
-    """The device of that name, fit for our kernels.
-
-    Raises:
-        BackendUnavailable: There is none, or it is too old.
-    """
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or "none"
-        raise BackendUnavailable(
-            f"No CUDA device can be used: torch {torch.__version__} was built for CUDA {built}.",
-            hint="Check the driver with nvidia-smi, or choose --device cpu.",
-        )
-    place = torch.device(device)
-    if place.index is not None and place.index >= torch.cuda.device_count():
-        raise BackendUnavailable(
-            f"There is no {device}: {torch.cuda.device_count()} CUDA devices are here.",
-            hint="Use --device cuda.",
-        )
-    capability = torch.cuda.get_device_capability(place)
-    if capability < OLDEST:
-        raise BackendUnavailable(
-            f"{torch.cuda.get_device_name(place)} has compute capability "
-            f"{capability[0]}.{capability[1]}; {OLDEST[0]}.{OLDEST[1]} is needed.",
-            hint="Choose --device cpu.",
-        )
-    # Sums rounded to bfloat16 between pieces would depend on how a library cut them.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return place

@@ -37,6 +37,7 @@ Progress = Callable[[str, int, int], None]
 class Decoder:
     """A loaded model with its tokenizer and attention backend. One thread uses it at a time."""
 
+    device = "cpu"
     max_step_rows = 64
     chunk_tokens = 128
     """Rows of a prompt that are run at once. Chosen for speed: it changes no bit."""
@@ -96,6 +97,10 @@ class Decoder:
     def identity(self, page_tokens: int) -> dict[str, object]:
         """Everything that changes the bits of a page, for the fingerprint."""
         return {**self.spec.identity(page_tokens, self.backend_name)}
+
+    def pool_tokens(self, context_limit: int) -> int:
+        """Two contexts: the system gives memory only to pages that are used."""
+        return 2 * context_limit
 
     def new_pool(self, num_tokens: int) -> PagePool:
         """A pool for at least so many tokens of this model."""

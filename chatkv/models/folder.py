@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chatkv.errors import BadWeights
-from chatkv.models.catalog import sha256_of
 from chatkv.models.dense import DenseLayer, DenseWeights, expect_room
 from chatkv.models.spec import ModelSpec
+from chatkv.models.weights import known_sha256
 from chatkv.tokenizer import Tokenizer
 
 ARCHITECTURES = {
@@ -312,5 +312,5 @@ class ModelFolder:
         """SHA-256 over config and the content of all files."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for file in sorted(set(self._files.values())):
-            digest.update(file.name.encode() + b"\0" + sha256_of(file).encode())
+            digest.update(file.name.encode() + b"\0" + known_sha256(file).encode())
         return digest.hexdigest()

@@ -50,6 +50,11 @@ class Model(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
+    def device(self) -> str:
+        """Where it runs: `cpu`, `cuda`, `cuda:1`."""
+        ...
+
+    @property
     def backend(self) -> BackendFacts: ...
     @property
     def backend_name(self) -> str:
@@ -68,6 +73,10 @@ class Model(Protocol):
 
     def identity(self, page_tokens: int) -> dict[str, object]:
         """Everything that changes the bits of a page, for the fingerprint."""
+        ...
+
+    def pool_tokens(self, context_limit: int) -> int:
+        """Tokens of the pool when nobody says: two contexts, or one where there is less room."""
         ...
 
     def new_pool(self, num_tokens: int) -> PagePool:

@@ -14,11 +14,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from chatkv.errors import UnknownModel
+from chatkv.models.catalog import RANDOM
 from chatkv.models.dense import DenseLayer, DenseWeights, expect_room
 from chatkv.models.spec import ModelSpec
 from chatkv.tokenizer import Tokenizer
 
-PREFIX = "random:"
 EOS = 256
 TEMPLATE = (
     "{% for message in messages %}"
@@ -64,24 +64,19 @@ SHAPES = {
 """Shapes by name. Vocabulary ids from 257 on stand for nothing."""
 
 
-def is_random(name: str) -> bool:
-    """Whether a model of that name is made up: `random:tiny`, `random:tiny@7` with a seed."""
-    return name.lower().startswith(PREFIX)
-
-
 def random_spec(name: str) -> tuple[ModelSpec, int]:
     """The shape and the seed of a name.
 
     Raises:
         UnknownModel: No such shape, or a seed that is no number.
     """
-    shape, _, seed = name.lower().removeprefix(PREFIX).partition("@")
+    shape, _, seed = name.lower().removeprefix(RANDOM).partition("@")
     if shape not in SHAPES or not (seed or "0").isdigit():
         raise UnknownModel(
             f"No random model is called {name!r}.",
-            hint=f"Known: {', '.join(PREFIX + known for known in SHAPES)}; @7 behind it is a seed.",
+            hint=f"Known: {', '.join(RANDOM + known for known in SHAPES)}; @7 behind it is a seed.",
         )
-    return replace(SHAPES[shape], name=f"{PREFIX}{shape}@{int(seed or 0)}"), int(seed or 0)
+    return replace(SHAPES[shape], name=f"{RANDOM}{shape}@{int(seed or 0)}"), int(seed or 0)
 
 
 def random_weights(name: str, device: torch.device, dtype: torch.dtype) -> DenseWeights:

@@ -88,7 +88,7 @@ def load(file: ModelFile, progress: Progress | None = None) -> Weights:
 
 
 def _load(file: ModelFile, report: Progress) -> Weights:
-    sha256 = _known_sha256(file.path, report)
+    sha256 = known_sha256(file.path, report)
     if file.sha256 is not None and sha256 != file.sha256:
         raise BadWeights(
             f"{file.path} has SHA-256 {sha256[:16]}..., expected {file.sha256[:16]}...",
@@ -278,7 +278,7 @@ def _write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
         os.fsync(file.fileno())
 
 
-def _known_sha256(path: Path, report: Progress) -> str:
+def known_sha256(path: Path, report: Progress | None = None) -> str:
     """SHA-256 of a file; remembered for as long as size, time and inode stay."""
     stat = path.stat()
     now = [stat.st_size, stat.st_mtime_ns, stat.st_ino]

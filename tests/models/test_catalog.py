@@ -68,7 +68,7 @@ def test_a_model_that_is_not_here_says_how_to_get_it(absent):
     [
         ("no-such-model", UnknownModel, "No model is called 'no-such-model'"),
         ("/no/such/file.gguf", UnknownModel, "There is no model file at"),
-        (".", BadWeights, "is a folder"),
+        (".", BadWeights, "has no config.json"),
         (__file__, BadWeights, "is not a .gguf file"),
     ],
 )

@@ -32,9 +32,10 @@ from chatkv.engine import Engine
 from chatkv.errors import ModelError, UnknownModel
 from chatkv.kv.pool import PagePool
 from chatkv.kv.table import PageTable
-from chatkv.models import row_check
+from chatkv.models import catalog, row_check
 from chatkv.models.catalog import DEFAULT_MODEL
 from chatkv.models.cuda_decoder import CudaDecoder
+from chatkv.models.devices import expect_cuda
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.tree import DraftTree
 
@@ -45,7 +46,12 @@ MODELS = (*TINY, "random:smollm2-135m", "random:llama3-1b", DEFAULT_MODEL)
 @cache
 def load(name: str, linear: str = "triton", capture: bool = True) -> CudaDecoder:
     try:
-        return CudaDecoder.load(name, linear=linear, capture=capture)  # type: ignore[arg-type]
+        return CudaDecoder.load(
+            catalog.find(name),
+            expect_cuda(),
+            linear=linear,
+            capture=capture,  # type: ignore[arg-type]
+        )
     except UnknownModel as error:
         pytest.skip(str(error))
 

@@ -131,6 +131,7 @@ def test_doctor(chatkv, quick):
         "python",
         "torch",
         "packages",
+        "device",
         "sqlite",
         "folders",
         "numba cache",
@@ -216,3 +217,20 @@ def test_verify_fails_with_7(chatkv, played, change):
     played["report"].update(change)
     assert chatkv("verify").code == 7
     assert chatkv("verify", "--json").code == 7
+
+
+@pytest.mark.parametrize(
+    ("device", "part"), [("cuda", "No CUDA device can be used"), ("npu", "Ascend NPU")]
+)
+def test_doctor_says_why_a_device_cannot_be_used(chatkv, quick, monkeypatch, device, part):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ran = chatkv("doctor", "--device", device, "--json")
+    rows = {row["name"]: row for row in ran.json["checks"]}
+    assert (ran.code, rows["device"]["status"]) == (1, "fail")
+    assert part in rows["device"]["detail"]
+
+
+def test_an_unknown_device(chatkv):
+    ran = chatkv("doctor", "--device", "tpu")
+    assert ran.code == 2
+    assert "must be auto, cpu, cuda, cuda:N or npu" in ran.err

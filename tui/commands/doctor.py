@@ -5,21 +5,23 @@ from __future__ import annotations
 import click
 
 from tui import output
-from tui.command import Command, Globals, json_option
+from tui.command import Command, Globals, device_option, json_option
 from tui.health import MARKS, Check, checks
 
 
 @click.command(cls=Command, short_help="Check this installation.")
 @click.option("--load", is_flag=True, help="Load the model for real.")
+@device_option
 @json_option
 @click.pass_obj
-def doctor(found: Globals, load: bool, as_json: bool) -> int:
-    """Check Python, packages, model, stores and, with --load, the engine.
+def doctor(found: Globals, load: bool, device: str | None, as_json: bool) -> int:
+    """Check Python, packages, device, model, stores and, with --load, the engine.
 
     Exit status 1 if a check fails; a warning is none.
     """
     rows: list[Check] = []
-    for check in checks(found, load=load):
+    settings = found.settings({"device": device} if device else None)
+    for check in checks(found, settings, load=load):
         rows.append(check)
         if not as_json:
             output.line(f"{MARKS[check.status]:4}  {check.name:13}  {check.detail}")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tui import output
-from tui.command import FILE, Command, Globals, json_option
+from tui.command import FILE, Command, Globals, device_option, json_option
 
 DIFFERENT = 7
 """Exit status when an expectation failed."""
@@ -38,7 +38,8 @@ class Numbers(click.ParamType):
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--temperature", "temperatures", type=Numbers(), default="0,0.7,1", show_default=True)
 @click.option("--drafters", default="ngram,random", show_default=True, metavar="A,..")
-@click.option("-m", "--model", metavar="MODEL", help="Catalogue name or a .gguf.")
+@click.option("-m", "--model", metavar="MODEL", help="Catalogue name, .gguf or folder.")
+@device_option
 @click.option("--threads", metavar="N", help="CPU threads.")
 @json_option
 @click.pass_obj
@@ -50,6 +51,7 @@ def verify(
     temperatures: tuple[float, ...],
     drafters: str,
     model: str | None,
+    device: str | None,
     threads: str | None,
     as_json: bool,
 ) -> int:
@@ -58,7 +60,8 @@ def verify(
     Each line of a prompt file is an object with `turns`, played in order. Exit status 7 unless no
     reply differs and something was drafted.
     """
-    settings = found.settings({"model": model, "threads": threads, "spec.drafters": drafters})
+    flags = {"model": model, "device": device, "threads": threads, "spec.drafters": drafters}
+    settings = found.settings(flags)
     from chatkv.models import catalog
 
     file = catalog.find(settings["model"])
@@ -71,6 +74,7 @@ def verify(
     report = verify_prompts(
         file,
         list(prompts),
+        device=settings["device"],
         limit=limit,
         max_tokens=max_tokens,
         temperatures=temperatures,
