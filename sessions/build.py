@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
+from chatkv.errors import ModelError
 from chatkv.models import catalog
 from chatkv.models.devices import load_model
 from sessions.pages import open_page_store
@@ -54,5 +57,11 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         )
         store, notice = opened.store, " ".join(filter(None, (notice, opened.notice)))
     salt = store.salt if store is not None else b""
-    engine = Engine(model, config, store=store, salt=salt)
+    try:
+        engine = Engine(model, config, store=store, salt=salt)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{model.spec.name} and its pages fit {model.device}, but its steps do not.",
+            hint="Use a smaller --context, or close what else uses the device.",
+        ) from error
     return EngineService(engine, store, notice=notice)

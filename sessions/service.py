@@ -11,6 +11,8 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from chatkv.engine import Engine
 from chatkv.errors import ChatKVError, ContextFull, OutOfPages, UsageError
 from chatkv.events import Delta, Done, Event, Failed, MessageIds, Prefill, Ready, Rendered, Usage
@@ -63,6 +65,17 @@ class EngineService:
             yield from self._generate(request, cancelled)
         except ChatKVError as error:
             yield Failed(error.code, error.exit_code, error.message, error.hint)
+        except torch.OutOfMemoryError:
+            # What was stored stays stored; the next request begins with what is left.
+            device = self.engine.model.device
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info(device)[0] / 2**30
+            yield Failed(
+                "out_of_memory",
+                4,
+                f"The memory of {device} is full: {free:.1f} GiB are free.",
+                "Close what else uses the device, or use a smaller --context.",
+            )
 
     def call(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Small questions: `kv_stats`, `explain_drafting`, `set_spec`, `purge`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import TinyModel
 
 from chatkv.config import EngineConfig
@@ -317,3 +318,23 @@ def test_two_programs_on_one_chat(start: Callable[..., Program], tmp_path: Path)
     assert [turn.prompt for turn in chat.turns()] == PROMPTS[:2]
     assert other.id != chat.id
     assert say(other, PROMPTS[3]).notice == ""
+
+
+def test_a_device_that_runs_full_is_said_and_survived(start, never_quit, monkeypatch):
+    program = start()
+    chat = program.chats.new()
+    model = program.engine.service.engine.model
+    real = model.step
+
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
+    monkeypatch.setattr(model, "step", full)
+    (*_, failed) = chat.send(PROMPTS[0])
+    assert isinstance(failed, Failed)
+    assert failed.code == "out_of_memory"
+    assert "1.0 GiB are free" in failed.message
+    monkeypatch.setattr(model, "step", real)
+    (*_, done) = chat.again()
+    assert done.text == never_quit[0]
