@@ -3,29 +3,33 @@ by anyone.
 
 Two engines share one model and nothing else: no page, no draft, no reply goes from one to the
 other. The drafted one runs pinned trees with its guard off, so that it drafts wherever there is a
-guess.
+guess. Several conversations share each step, in other company on each side: what a reply's
+neighbours are must not show either.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.errors import ContextFull, UsageError
 from chatkv.models.catalog import ModelFile
 from chatkv.models.devices import load_model
-from chatkv.models.model import Model
 from chatkv.sampling import SamplingParams
+from chatkv.sequence import Sequence
 from chatkv.spec.drafters import create_drafters
 
 SHAPE = "tree:5"
 """Guesses of a drafted step: enough for siblings and paths, cheap enough for a CPU."""
+TOGETHER = 8
+"""Conversations played side by side."""
 
 BUILT_IN = (
     ("greeting", ("Hello! Who are you?", "Say the same in one short sentence.")),
@@ -42,7 +46,10 @@ class Prompt:
     turns: tuple[str, ...]
 
 
-def read_prompts(paths: Sequence[Path]) -> Iterator[Prompt]:
+Group: TypeAlias = list[tuple[Prompt, SamplingParams]]
+
+
+def read_prompts(paths: Seq[Path]) -> Iterator[Prompt]:
     """Prompts of JSONL files (`{"id": ..., "turns": [...]}` a line) and of folders of them.
 
     Raises:
@@ -75,48 +82,90 @@ def _read_file(file: Path) -> Iterator[Prompt]:
         yield Prompt(str(data.get("id", f"{file.name}:{number}")), turns)
 
 
-class _Player:
-    """One way to answer: plain, or drafted."""
+class _Talk:
+    """One conversation being played on an engine: turn after turn, at most one reply at a time."""
 
-    def __init__(self, model: Model, config: EngineConfig, costs: dict[int, float] | None) -> None:
-        self.engine = Engine(model, config, costs=costs, guard=False)
-        self.drafted_steps = 0
-
-    def play(self, prompt: Prompt, params: SamplingParams) -> list[tuple[int, ...]]:
+    def __init__(self, engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
+        self.engine, self.params = engine, params
+        self.replies: list[tuple[int, ...]] = []
         """The ids of each reply; fewer than turns when the context is full."""
+        self._turns = list(prompt.turns)
+        self._tokens = engine.model.tokenizer.head_ids()
+        self._sampled = [False] * len(self._tokens)
+
+    def begin(self) -> Sequence | None:
+        """Put the next turn in place; None when there is none, or no room for it."""
         tokenizer = self.engine.model.tokenizer
-        tokens, sampled = tokenizer.head_ids(), [False] * len(tokenizer.head_ids())
-        replies: list[tuple[int, ...]] = []
-        for place, turn in enumerate(prompt.turns):
-            given = tokenizer.user_ids(turn, place == 0)
-            tokens, sampled = [*tokens, *given], [*sampled, *[False] * len(given)]
-            try:
-                seq = self.engine.add(tokens, sampled, params)
-            except ContextFull:
-                break
-            for _ in self.engine.prefill(seq):
-                pass
-            while not seq.finished:
-                self.engine.step([seq])
-            stats = self.engine.finish(seq)
-            self.drafted_steps += stats.steps - stats.plain_steps
-            reply = tuple(seq.tokens[seq.prompt_tokens :])
-            replies.append(reply)
-            closing = tokenizer.closing_ids(reply[-1] in tokenizer.eos_ids)
-            tokens = [*seq.tokens, *closing]
-            sampled = [*seq.sampled, *[False] * len(closing)]
-        return replies
+        if len(self.replies) == len(self._turns):
+            return None
+        given = tokenizer.user_ids(self._turns[len(self.replies)], not self.replies)
+        self._tokens += given
+        self._sampled += [False] * len(given)
+        try:
+            seq = self.engine.add(self._tokens, self._sampled, self.params)
+        except ContextFull:
+            return None
+        for _ in self.engine.prefill(seq):
+            pass
+        return seq
+
+    def end(self, seq: Sequence) -> None:
+        """Keep a reply that is finished."""
+        self.engine.finish(seq)
+        reply = tuple(seq.tokens[seq.prompt_tokens :])
+        self.replies.append(reply)
+        tokenizer = self.engine.model.tokenizer
+        closing = tokenizer.closing_ids(reply[-1] in tokenizer.eos_ids)
+        self._tokens = [*seq.tokens, *closing]
+        self._sampled = [*seq.sampled, *[False] * len(closing)]
+
+
+def _play(engine: Engine, group: Group) -> list[list[tuple[int, ...]]]:
+    """Play conversations side by side: which of them share a step changes all the time."""
+    talks = [_Talk(engine, prompt, params) for prompt, params in group]
+    waiting = list(talks)
+    running: list[tuple[_Talk, Sequence]] = []
+    while waiting or running:
+        for talk in waiting:
+            if (seq := talk.begin()) is not None:
+                running.append((talk, seq))
+        if going := [seq for _, seq in running if not seq.finished]:
+            engine.step(going)
+        waiting = [talk for talk, seq in running if seq.finished]
+        for talk, seq in running:
+            if seq.finished:
+                talk.end(seq)
+        running = [(talk, seq) for talk, seq in running if not seq.finished]
+    return [talk.replies for talk in talks]
+
+
+def _groups(engine: Engine, items: Iterable[tuple[Prompt, SamplingParams]]) -> Iterator[Group]:
+    """As many conversations at a time as the pool surely holds, `TOGETHER` at most."""
+    room = engine.pool.num_pages * engine.pool.page_size
+    group: Group = []
+    used = 0
+    for prompt, params in items:
+        # An id is a byte or more; what the template adds is little.
+        longest = sum(len(turn.encode()) + 32 + (params.max_tokens or 0) for turn in prompt.turns)
+        needed = min(longest, engine.context_limit) + 2 * engine.pool.page_size
+        if group and (len(group) == TOGETHER or used + needed > room):
+            yield group
+            group, used = [], 0
+        group.append((prompt, params))
+        used += needed
+    if group:
+        yield group
 
 
 def verify_prompts(
     file: ModelFile,
-    prompts: Sequence[Path],
+    prompts: Seq[Path],
     *,
     device: str = "auto",
     limit: int | None = None,
     max_tokens: int = 64,
-    temperatures: Sequence[float] = (0.0, 0.7, 1.0),
-    drafters: Sequence[str] = ("ngram", "random"),
+    temperatures: Seq[float] = (0.0, 0.7, 1.0),
+    drafters: Seq[str] = ("ngram", "random"),
     threads: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -150,26 +199,36 @@ def verify_prompts(
     model, notice = load_model(file, device, threads=threads)
     if notice and progress is not None:
         progress(notice)
-    plain = _Player(model, EngineConfig(spec="none"), {1: 1.0})
-    drafted = _Player(model, EngineConfig(spec=SHAPE, drafters=tuple(drafters)), {1: 1.0})
-    tokens = replies = 0
-    differences: list[dict[str, Any]] = []
-    different = 0
-    for number, prompt in enumerate(chosen, start=1):
-        for temperature in temperatures:
-            params = SamplingParams(
+    plain = Engine(model, EngineConfig(spec="none"), costs={1: 1.0}, guard=False)
+    config = EngineConfig(spec=SHAPE, drafters=tuple(drafters))
+    drafted = Engine(model, config, costs={1: 1.0}, guard=False)
+    items = [
+        (
+            prompt,
+            SamplingParams(
                 temperature=temperature, max_tokens=max_tokens, seed=_seed(prompt, temperature)
-            )
-            expected, got = plain.play(prompt, params), drafted.play(prompt, params)
+            ),
+        )
+        for prompt in chosen
+        for temperature in temperatures
+    ]
+    tokens = replies = different = played = 0
+    differences: list[dict[str, Any]] = []
+    for group in _groups(plain, items):
+        for (prompt, params), expected, got in zip(
+            group, _play(plain, group), _play(drafted, group), strict=True
+        ):
             tokens += sum(map(len, expected))
             replies += len(expected)
             for turn, (left, right) in enumerate(zip(expected, got, strict=False), start=1):
                 if left != right:
                     different += 1
-                    differences.append(_difference(prompt, temperature, turn, left, right))
+                    differences.append(_difference(prompt, params.temperature, turn, left, right))
             different += abs(len(expected) - len(got))
+        played += len(group)
         if progress is not None:
-            progress(f"{number}/{len(chosen)} prompts, {tokens} tokens, {different} different")
+            progress(f"{played}/{len(items)} chats, {tokens} tokens, {different} different")
+    drafting = drafted.drafting.controller.stats
     return {
         "v": 1,
         "prompts": len(chosen),
@@ -179,7 +238,7 @@ def verify_prompts(
         "device": model.device,
         "mode": model.backend.mode,
         "drafters": list(drafters),
-        "drafted_steps": drafted.drafted_steps,
+        "drafted_steps": drafting.steps - drafting.plain_steps,
         "temperatures": list(temperatures),
         "differences": differences[:10],
     }
@@ -191,7 +250,7 @@ def _seed(prompt: Prompt, temperature: float) -> int:
 
 
 def _difference(
-    prompt: Prompt, temperature: float, turn: int, left: Sequence[int], right: Sequence[int]
+    prompt: Prompt, temperature: float, turn: int, left: Seq[int], right: Seq[int]
 ) -> dict[str, Any]:
     place = next(
         (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
