@@ -1,38 +1,32 @@
-"""What a number was measured on: printed above every table."""
+"""What a number was measured on, above every table and in every raw result."""
 
 from __future__ import annotations
 
-import platform
-import subprocess
+import json
 from pathlib import Path
 from typing import Any
 
-import numba
-import torch
+from sessions.bench import about as facts
+
+RESULTS = Path(__file__).with_name("results")
 
 
-def about(model: Any = None) -> None:
-    """Print device, threads, versions, commit and model."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    ).stdout.strip()
-    print(
-        f"{_processor()}, {numba.get_num_threads()} threads, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, numba {numba.__version__}, commit {commit or 'none'}"
-    )
+def about(model: Any = None, device: str = "cpu") -> dict[str, Any]:
+    """Device, threads, versions, commit, command and, of a CPU model, what it is; printed too."""
+    found = facts.about(device)
     if model is not None:
-        print(f"{model.spec.name}, {model.backend_name}")
+        found |= {
+            "threads": model.threads,
+            "model": model.spec.name,
+            "dtype": "bf16",
+            "backend": model.backend_name,
+        }
+    print(facts.summary(found), flush=True)
+    return found
 
 
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+def write(path: str | None, bench: str, about: dict[str, Any], **data: Any) -> None:
+    """Write a raw result as `benchmarks.report` reads it; without a path nothing."""
+    if path is not None:
+        text = json.dumps({"v": 1, "bench": bench, "about": about, **data}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Prefill, plain decoding and steps of several rows, against llama.cpp in the same run.
 
-    python -m benchmarks.decode --peer PYTHON [--rounds 5] [--threads N] [--json]
+    python -m benchmarks.decode --peer PYTHON [--rounds 5] [--threads N] [--json FILE]
 
 PYTHON is an interpreter that has llama-cpp-python, built for this processor; `$LLAMA_PYTHON` names
 it as well. Without one only chatkv is measured. Both load the same GGUF with the same threads, each
@@ -48,8 +48,11 @@ class Chatkv:
         loaded = perf_counter()
         self.pool = self.model.new_pool(context)
         self.pages = np.array(self.pool.take(self.pool.num_pages), np.int32)
-        about(self.model)
-        return {"load_s": loaded - imported, "torch_s": imported - begun}
+        return {
+            "load_s": loaded - imported,
+            "torch_s": imported - begun,
+            "about": about(self.model),
+        }
 
     def encode(self, text: str) -> list[int]:
         return self.model.tokenizer.encode(text)
@@ -161,7 +164,7 @@ def table(results: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
         **{f"{n} rows": f"a step of {n} at {PROMPT}" for n in (1, 2, 4, 8)},
     }
     for key, name in names.items():
-        line = {"what": name, "chatkv_ms": median(ours[key])}
+        line = {"key": key, "what": name, "chatkv_ms": median(ours[key])}
         if "llama.cpp" in results:
             line["llama_ms"] = median(results["llama.cpp"][key])
             line["ratio"] = line["llama_ms"] / line["chatkv_ms"]
@@ -175,14 +178,17 @@ def main() -> None:
     parser.add_argument("--model", default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", metavar="FILE", help="where the raw result goes")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(Chatkv())
         return
+    from benchmarks.about import write
     from chatkv.models import catalog
+    from sessions.bench.about import command
 
+    load_average = os.getloadavg()[0]
     file = catalog.find(options.model or catalog.DEFAULT_MODEL)
     players = [Player("chatkv", [sys.executable, "-m", "benchmarks.decode", "--serve"])]
     if options.peer:
@@ -202,17 +208,23 @@ def main() -> None:
         player.close()
     ours = results["chatkv"]
     four = median(ours["4 rows"]) / median(ours["1 rows"])
-    if options.json:
-        print(
-            json.dumps(
-                {"v": 1, "lines": lines, "loads": loads, "peak_mb": peaks, "four_to_one": four}
-            )
-        )
-        return
+    write(
+        options.json,
+        "decode",
+        {**loads["chatkv"]["about"], "command": command()},
+        peer=loads["llama.cpp"]["about"] if "llama.cpp" in loads else None,
+        rounds=options.rounds,
+        load_average=load_average,
+        rows=lines,
+        samples_ms=results,
+        load_s=loads["chatkv"]["load_s"],
+        torch_s=loads["chatkv"]["torch_s"],
+        peak_mb=peaks,
+    )
     if "llama.cpp" in loads:
         print(loads["llama.cpp"]["about"])
     print(f"{file.path.name}, {options.threads} threads, {options.rounds} rounds, load average "
-          f"{os.getloadavg()[0]:.1f}")  # fmt: skip
+          f"{load_average:.1f} at the start")  # fmt: skip
     for line in lines:
         peer = f"{line['llama_ms']:10.2f} {line['ratio']:7.2f}" if "ratio" in line else ""
         print(f"{line['what']:42s} {line['chatkv_ms']:9.2f} {peer}")

@@ -2,7 +2,7 @@
 
 Times each product of a model in a CUDA graph that runs it over rotated weights (more than the L2
 holds), one launch behind another as in a step, for our kernels at several tiles and for the
-library. Prints microseconds a launch and the bandwidth of the weights.
+library. Prints microseconds a launch and the bandwidth of the weights; `--json FILE` keeps them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.about import write
 from chatkv.attention.triton_tree import supports_pdl
 from chatkv.models import skinny_tiles
 from chatkv.models import skinny_triton as skinny
 from chatkv.models.cuda_layers import NARROW, PAGE_SIZE, library_product
-from chatkv.models.fused_triton import Rotary, Scaled
+from chatkv.models.fused_triton import Scaled
+from chatkv.models.heads_triton import Rotary
 from chatkv.models.random_model import random_spec
 from chatkv.models.skinny_tiles import Tile, residual_blocks
 from chatkv.models.spec import ModelSpec
+from sessions.bench import about as facts
 
 L2_BYTES = 120 << 20
 LAUNCHES = 32
@@ -88,7 +91,7 @@ def time_us(launch: Callable[[int], None], copies: int, *, only_compile: bool = 
     return median(times[2:])
 
 
-def measure(name: str, part: str, rows: int, only_compile: bool) -> None:
+def measure(name: str, part: str, rows: int, only_compile: bool) -> dict[str, Any] | None:
     """One product of one model: all tiles, and the library."""
     spec, _ = random_spec(name)
     hidden, inner, half = spec.hidden_size, spec.intermediate_size, spec.head_dim // 2
@@ -124,7 +127,7 @@ def measure(name: str, part: str, rows: int, only_compile: bool) -> None:
         us = time_us(partial(launch, tile), copies, only_compile=only_compile)
         found.append((us, tile))
     if only_compile:
-        return
+        return None
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     out_dtype = torch.float32 if part == "head" else torch.bfloat16
     out = torch.empty(rows, outputs, device="cuda", dtype=out_dtype)
@@ -137,6 +140,17 @@ def measure(name: str, part: str, rows: int, only_compile: bool) -> None:
     for us, tile in sorted(found, key=lambda pair: pair[0])[:SHOWN]:
         print(f"    {us:7.2f} us {size / us / 1e6:5.2f} TB/s {_short(tile)}")
     sys.stdout.flush()
+    return {
+        "model": name,
+        "part": part,
+        "shape": [outputs, inputs],
+        "rows": rows,
+        "library_us": library,
+        "rule_us": rule,
+        "tb_per_s": size / rule / 1e6,
+        "tile": _short(own),
+        "best_us": min(us for us, _ in found),
+    }
 
 
 def library_launch(x: Tensor, weights: list[Tensor], out: Tensor, i: int) -> None:
@@ -193,12 +207,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--compile", action="store_true", help="fill the cache, time nothing")
+    parser.add_argument("--json", metavar="FILE", help="where the raw result goes")
     options = parser.parse_args()
     if not options.compile:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.rows} rows")
-    for name in options.names:
-        for part in options.part or PARTS:
-            measure(name, part, options.rows, options.compile)
+    lines = [
+        line
+        for name in options.names
+        for part in options.part or PARTS
+        if (line := measure(name, part, options.rows, options.compile))
+    ]
+    if lines:
+        write(options.json, "gpu_linear", facts.about("cuda", dtype="bf16"), rows=lines)
 
 
 if __name__ == "__main__":

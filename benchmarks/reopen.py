@@ -1,6 +1,6 @@
 """Time to the first token of a reopened conversation: stored pages against computing it again.
 
-    python -m benchmarks.reopen [--tokens 3000] [--rounds 3]
+    python -m benchmarks.reopen [--tokens 3000] [--rounds 3] [--json FILE]
 
 Both ways run in this process on the same loaded model, in ABBA order, each with a fresh engine and
 an empty pool; the peer is our own fastest prefill. Medians.
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from benchmarks.about import about
+from benchmarks.about import about, write
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.events import Delta, Done
@@ -78,9 +78,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--json", metavar="FILE", help="where the raw result goes")
     args = parser.parse_args()
     model = Decoder.load(catalog.find(args.model))
-    about(model)
+    facts = about(model)
     folder = Path(tempfile.mkdtemp(prefix="chatkv-bench-"))
     folder.chmod(0o700)
     try:
@@ -94,7 +95,7 @@ def main() -> None:
             used = done.usage.context_used
         program.close()
         times: dict[str, list[float]] = {"stored": [], "computed": []}
-        shares = ""
+        usage, restore_ms = None, list[float]()
         for round_ in range(args.rounds):
             order = ["stored", "computed", "computed", "stored"]
             for way in order if round_ % 2 == 0 else reversed(order):
@@ -104,15 +105,31 @@ def main() -> None:
                 )
                 times[way].append(ms)
                 program.close()
-                usage = done.usage
                 if way == "stored":
-                    shares = (
-                        f"{usage.cached_tokens} of {usage.prompt_tokens} tokens reused, "
-                        f"{usage.restored_pages} pages, verified {usage.verified}, "
-                        f"restore {usage.restore_ms:.0f} ms"
-                    )
+                    usage = done.usage
+                    restore_ms.append(usage.restore_ms)
+        assert usage is not None
         stored, computed = median(times["stored"]), median(times["computed"])
-        print(f"conversation of {used} tokens: {shares}")
+        write(
+            args.json,
+            "reopen",
+            facts,
+            tokens=used,
+            cached_tokens=usage.cached_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            restored_pages=usage.restored_pages,
+            verified=usage.verified,
+            restore_ms=median(restore_ms),
+            stored_ms=stored,
+            computed_ms=computed,
+            ratio=computed / stored,
+            samples_ms=times,
+        )
+        print(
+            f"conversation of {used} tokens: {usage.cached_tokens} of {usage.prompt_tokens} tokens "
+            f"reused, {usage.restored_pages} pages, verified {usage.verified}, "
+            f"restore {median(restore_ms):.0f} ms"
+        )
         print(f"first token, pages stored   {stored:8.1f} ms")
         print(
             f"first token, all computed   {computed:8.1f} ms ({1000 * used / computed:.0f} tok/s)"

@@ -1,6 +1,6 @@
 """What the screen costs: the same reply through `chatkv ask` and through the running screen.
 
-    python -m benchmarks.screen [--tokens 300] [--rounds 2]
+    python -m benchmarks.screen [--tokens 300] [--rounds 2] [--json FILE]
 
 Needs tmux. Both use the same prompt, seed and settings and so give the same tokens; the rate is the
 engine's own, as stored with the turn. ABBA order, medians.
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.about import about
+from benchmarks.about import about, write
 
 PROMPT = "Tell me a long story about a lighthouse."
 
@@ -30,8 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE", help="where the raw result goes")
     args = parser.parse_args()
-    about()
+    facts = about()
     rates: dict[str, list[float]] = {"ask": [], "screen": []}
     for _ in range(args.rounds):
         for way in ("ask", "screen", "screen", "ask"):
@@ -42,6 +43,16 @@ def main() -> None:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     ask, screen = median(rates["ask"]), median(rates["screen"])
+    write(
+        args.json,
+        "screen",
+        facts,
+        tokens=args.tokens,
+        ask_tok_s=ask,
+        screen_tok_s=screen,
+        cost=1 - screen / ask,
+        samples_tok_s=rates,
+    )
     print(f"ask    {ask:7.1f} tok/s   {[round(rate) for rate in rates['ask']]}")
     print(f"screen {screen:7.1f} tok/s   {[round(rate) for rate in rates['screen']]}")
     print(f"the screen costs {100 * (1 - screen / ask):.1f} %")

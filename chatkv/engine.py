@@ -14,7 +14,8 @@ from time import perf_counter
 
 from chatkv.batch import tree_batch
 from chatkv.config import EngineConfig
-from chatkv.errors import ContextFull, UsageError
+from chatkv.errors import ConfigError, ContextFull, UsageError
+from chatkv.grammar import Grammars
 from chatkv.kv.keys import fingerprint, root_key
 from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.saver import PageSaver
@@ -23,11 +24,12 @@ from chatkv.kv.table import PageTable
 from chatkv.models.logits import StepLogits
 from chatkv.models.model import Model
 from chatkv.prefill import Logits, PrefillReport, Prompts
-from chatkv.sampling import Sampler, SamplingParams
+from chatkv.sampling import Sampler, SamplingParams, logprobs
 from chatkv.sequence import ReplyText, Sequence
-from chatkv.spec.drafters import create_drafters
+from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafting import Drafting
 from chatkv.spec.stats import DraftStats, StepRecord
+from chatkv.spec.token_log import TokenLog
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted, verify
 
@@ -45,6 +47,8 @@ class Engine:
         config: Settings.
         store: Where pages outlive the process, or None.
         salt: Value of the store that keeps its keys apart from those of others.
+        token_log: Other conversations, for the drafter `history`.
+        draft: A smaller model with the same tokenizer, for the drafter `draft_model`.
         costs: Rows -> milliseconds of a step, measured before; None measures them now.
         guard: Whether drafting that turns out slow switches itself off.
     """
@@ -56,6 +60,8 @@ class Engine:
         *,
         store: PageStore | None = None,
         salt: bytes = b"",
+        token_log: TokenLog | None = None,
+        draft: Model | None = None,
         costs: Mapping[int, float] | None = None,
         guard: bool = True,
     ) -> None:
@@ -71,7 +77,11 @@ class Engine:
         self.prompts = Prompts(model, self.pool, self.prefix, self.saver)
         self.identity = model.identity(self.pool.page_size)
         self.root_key = root_key(fingerprint(self.identity), salt)
-        drafters = create_drafters(config.drafters, vocab_size=spec.vocab_size)
+        means = DraftMeans(spec.vocab_size, token_log, draft, self.context_limit)
+        drafters = create_drafters(config.drafters, means)
+        if drafters.taps:
+            model.tap(drafters.taps)
+        self.grammars = Grammars(model.tokenizer, spec.vocab_size, spec.eos_ids)
         self.costs = dict(costs) if costs is not None else self.measure()
         self.drafting = Drafting(drafters, self.costs, config.spec, guard=guard)
         self._next_id = 0
@@ -89,18 +99,27 @@ class Engine:
         Raises:
             UsageError: No tokens.
             ContextFull: Not even one more token fits.
+            ConfigError: A bias for a token that the model lacks, or a grammar that does not
+                compile.
         """
         if not tokens:
             raise UsageError("There is nothing to answer.", hint="Give at least one token.")
         if len(tokens) + 1 > self.context_limit:
             raise ContextFull(used=0, needed=len(tokens) + 1, limit=self.context_limit)
+        vocab_size = self.model.spec.vocab_size
+        if params.logit_bias and params.logit_bias[-1][0] >= vocab_size:
+            raise ConfigError(
+                f"logit_bias names token {params.logit_bias[-1][0]}.",
+                hint=f"The last one of this model is {vocab_size - 1}.",
+            )
+        grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self._next_id += 1
         return Sequence(
             id=self._next_id,
             tokens=list(tokens),
             sampled=list(sampled),
             table=PageTable(self.pool),
-            sampler=Sampler(params),
+            sampler=Sampler(params, tokens, grammar),
             root_key=self.root_key,
             eos_ids=self.model.spec.eos_ids,
             max_tokens=params.max_tokens or self.context_limit,
@@ -119,7 +138,10 @@ class Engine:
             logits = part
             yield seq.table.length
         assert logits is not None, "the last id of a prompt is always computed"
-        seq.push(seq.sampler.pick(logits, seq.tokens, len(seq.tokens)).token)
+        token = seq.sampler.pick(logits, seq.tokens, len(seq.tokens)).token
+        seq.push(token)
+        if (top := seq.sampler.params.logprobs) is not None:
+            seq.logprobs.append(logprobs(logits, token, top))
         self.drafting.follow(seq)
 
     def step(self, seqs: Seq[Sequence]) -> list[tuple[int, ...]]:
@@ -203,10 +225,21 @@ class Engine:
 
     def _accept(self, seq: Sequence, tree: DraftTree, result: StepLogits, first: int) -> Accepted:
         """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""
+        params, edits_rows = seq.sampler.params, seq.sampler.edits_rows
 
         def pick(row: int, path: tuple[int, ...]) -> int:
-            return result.pick(first + row)
+            return result.pick(first + row, [*seq.tokens, *path] if edits_rows else ())
 
-        gained = verify(tree, pick).until(seq.push)
+        gained = verify(tree, pick)
+        if self.drafting.wants_picks:
+            gained = gained.with_all_picks(tree, pick)
+        gained = gained.until(seq.push)
+        if params.logprobs is not None:
+            seq.logprobs += [
+                logprobs(result.row(first + row), token, params.logprobs)
+                for row, token in zip(gained.rows, gained.tokens, strict=True)
+            ]
         seq.last_logits = result.keep(first + gained.rows[-1])
+        if self.drafting.taps:
+            self.drafting.features[seq.id] = result.features(first + gained.rows[-1])
         return gained

@@ -67,12 +67,26 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model itself found a token, before any setting of the sampler."""
+
+    id: int
+    token: str
+    """Its text; U+FFFD for bytes that are no whole code point."""
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+    """The likeliest tokens in its place, best first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """The tokens of one step, and the text that became whole with them."""
 
     type: ClassVar[str] = "delta"
     text: str
     ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `ids`, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +131,8 @@ class Done:
 
     type: ClassVar[str] = "done"
     finish_reason: str
-    """`stop`, `length`, `context_full` or `cancelled`."""
+    """`stop`, `length`, `context_full`, `cancelled`, or `dead_end`: the grammar let nothing follow
+    and the reply is not whole."""
     text: str
     ids: tuple[int, ...]
     sampled: tuple[tuple[int, int], ...]
@@ -154,9 +169,15 @@ def from_json(data: dict[str, Any]) -> Event:
     if kind is Done:
         fields["usage"] = Usage(**fields["usage"])
         fields["sampled"] = _spans(fields["sampled"])
+    if kind is Delta:
+        fields["logprobs"] = tuple(_logprob(found) for found in fields.get("logprobs", ()))
     if "ids" in fields:
         fields["ids"] = tuple(fields["ids"])
     return kind(**fields)
+
+
+def _logprob(data: dict[str, Any]) -> TokenLogprob:
+    return TokenLogprob(**{**data, "top": tuple(_logprob(found) for found in data["top"])})
 
 
 def _message_ids(data: dict[str, Any]) -> MessageIds:

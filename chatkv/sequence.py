@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from chatkv.kv.keys import page_key
 from chatkv.kv.table import PageTable
-from chatkv.sampling import Sampler
+from chatkv.sampling import Logprobs, Sampler
 
 if TYPE_CHECKING:
     from chatkv.models.logits import KeptRow
@@ -102,6 +102,8 @@ class Sequence:
     """Keys of the pages that are complete and known so far."""
     unsaved: set[int] = field(default_factory=set[int])
     """Pages the disk queue had no room for; offered again at the end."""
+    logprobs: list[Logprobs] = field(default_factory=list[Logprobs])
+    """One for each id that was chosen, if the settings ask for them."""
     last_logits: KeptRow | None = None
     """[V] logits of the last row in place, once a step has run; what a witness is made of."""
 
@@ -125,8 +127,11 @@ class Sequence:
         self.tokens.append(token)
         self.sampled.append(True)
         stopped = self.reply is not None and self.reply.push(token)
-        if stopped or token in self.eos_ids:
+        if stopped:
             self.finish_reason = "stop"
+        elif token in self.eos_ids:
+            whole = self.sampler.may_end(self.tokens[:-1])
+            self.finish_reason = "stop" if whole else "dead_end"
         elif self.num_generated >= self.max_tokens:
             self.finish_reason = "length"
         elif len(self.tokens) >= self.context_limit:

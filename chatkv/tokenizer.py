@@ -117,6 +117,10 @@ class Tokenizer:
             found = self._bytes[token] = self._look_up(int(token))
         return found
 
+    def token_text(self, token: int) -> str | None:
+        """How the tokenizer's file spells an id, special ids included; None for an id it lacks."""
+        return self._core.id_to_token(token)
+
     def _look_up(self, token: int) -> bytes:
         added = self._core.get_added_tokens_decoder().get(token) if self._is_added(token) else None
         if added is not None:

@@ -3,7 +3,7 @@ loads this."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,15 @@ import torch
 
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
-from chatkv.errors import ModelError
+from chatkv.errors import ConfigError, ModelError
 from chatkv.models import catalog
 from chatkv.models.devices import load_model
+from chatkv.models.model import Model
+from chatkv.spec.drafters import check_names
+from chatkv.spec.drafters.draft_model import expect_same_tokenizer
 from sessions.pages import open_page_store
 from sessions.service import EngineService
+from sessions.token_log import StoredLog
 
 Progress = Callable[[str, int, int], None]
 
@@ -25,7 +29,9 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
 
     Args:
         options: `model` (name or path), and maybe `device` (auto by default), `threads`,
-            `context`, `spec`, `drafters`, `kv_path` (None: no pages on disk), `kv_limit_bytes`.
+            `context`, `spec`, `drafters`, `kv_path` (None: no pages on disk), `kv_limit_bytes`,
+            `chat_db` (None: the drafter `history` has no other chats to copy from), `draft_model`
+            (name or path, of the drafter of that name).
         progress: Called with stage, bytes done, bytes in all.
 
     Raises:
@@ -33,11 +39,16 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         BackendUnavailable: The device is not here, or cannot run this model.
         ConfigError: An option makes no sense.
     """
+    drafters: list[str] = list(options.get("drafters") or ("ngram",))
+    if options.get("draft_model") and "draft_model" not in drafters:
+        drafters.append("draft_model")
+    check_names(drafters)
+    expect_draft_model(drafters, options.get("draft_model"))
     config = EngineConfig(
         threads=options.get("threads"),
         context_limit=options.get("context"),
         spec=options.get("spec") or "auto",
-        drafters=tuple(options.get("drafters") or ("ngram",)),
+        drafters=tuple(drafters),
     )
     model, notice = load_model(
         catalog.find(options["model"]),
@@ -57,11 +68,38 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         )
         store, notice = opened.store, " ".join(filter(None, (notice, opened.notice)))
     salt = store.salt if store is not None else b""
+    log = None
+    if options.get("chat_db") and "history" in config.drafters:
+        log = StoredLog(Path(options["chat_db"]), model.tokenizer.tok_fp())
+    draft = None
+    if "draft_model" in drafters:
+        draft = load_draft(options["draft_model"], model, config.threads)
     try:
-        engine = Engine(model, config, store=store, salt=salt)
+        engine = Engine(model, config, store=store, salt=salt, token_log=log, draft=draft)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"{model.spec.name} and its pages fit {model.device}, but its steps do not.",
             hint="Use a smaller --context, or close what else uses the device.",
         ) from error
-    return EngineService(engine, store, notice=notice)
+    if log is not None:
+        log.start()
+    return EngineService(engine, store, log, notice=notice)
+
+
+def expect_draft_model(drafters: Sequence[str], name: str | None) -> None:
+    """Raise ConfigError if the drafter `draft_model` is asked for without a model."""
+    if "draft_model" in drafters and not name:
+        raise ConfigError(
+            "The drafter 'draft_model' has no model.", hint="Name one with --draft-model."
+        )
+
+
+def load_draft(name: str, model: Model, threads: int | None) -> Model:
+    """The smaller model of the drafter `draft_model`, on the device of the model it guesses for.
+
+    Raises:
+        ModelError: It cannot be loaded, or has another tokenizer; names the first difference.
+    """
+    draft, _ = load_model(catalog.find(name), model.device, threads=threads)
+    expect_same_tokenizer(model.tokenizer, draft.tokenizer)
+    return draft

@@ -33,7 +33,7 @@ class Request:
 
     messages: Sequence[PathMessage]
     sampling: Mapping[str, Any]
-    """Fields of `chatkv.sampling.SamplingParams`."""
+    """Fields of `chatkv.sampling.SamplingParams`, as JSON has them."""
     spec: str | None = None
     """Drafting for this reply only; None keeps the engine's."""
 

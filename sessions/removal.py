@@ -1,7 +1,7 @@
 """Deleting a conversation (T8): what no other needs goes, what others share finds a new owner.
 
-Runs inside the caller's transaction. Knows the tree of turns and what `kv.db` has to be told; never
-opens `kv.db` itself.
+Runs inside the caller's transaction. Knows the tree of turns, the token logs beside the file, and
+what `kv.db` has to be told; never opens `kv.db` itself.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sessions.columns import dump_json, pack_ids, unpack_ids
+from sessions.logfile import erase_turns, turn_key
 from sessions.tree import load_turns, now_ms, path_ids, unindex
 
 _KEPT = """
@@ -41,7 +43,10 @@ class _Removed:
 
 
 def remove_session(db: sqlite3.Connection, session_id: str) -> int:
-    """Delete a session and what only it needs. Returns the number of `purges` rows written."""
+    """Delete a session and what only it needs, its ids in token logs too.
+
+    Returns the number of `purges` rows written. Raises StoreError if a log cannot be changed.
+    """
     marks = {"s": session_id}
     db.execute("UPDATE sessions SET head_turn_id = NULL WHERE id = :s", marks)
     doomed = [
@@ -53,6 +58,7 @@ def remove_session(db: sqlite3.Connection, session_id: str) -> int:
         )
     ]
     removed = _removed_paths(db, doomed)
+    _erase_from_logs(db, doomed)
     for message_id, content in db.execute(
         "SELECT id, content FROM messages WHERE turn_id IN (SELECT value FROM json_each(?))",
         (dump_json(doomed),),
@@ -75,6 +81,18 @@ def remove_session(db: sqlite3.Connection, session_id: str) -> int:
 def rebuild_index(db: sqlite3.Connection) -> None:
     """Make the search index anew: deleting from it may leave words behind."""
     db.execute("INSERT INTO messages_fts(messages_fts) VALUES('rebuild')")
+
+
+def _erase_from_logs(db: sqlite3.Connection, doomed: Sequence[int]) -> None:
+    """Gone from the logs before they are gone from here; a rollback costs the log some turns."""
+    (_, _, file) = db.execute("PRAGMA database_list").fetchone()
+    if not file or not doomed:
+        return
+    rows = db.execute(
+        "SELECT id, created_at FROM turns WHERE id IN (SELECT value FROM json_each(?))",
+        (dump_json(doomed),),
+    )
+    erase_turns(Path(file).resolve().parent, [turn_key(*row) for row in rows])
 
 
 def _removed_paths(db: sqlite3.Connection, doomed: Sequence[int]) -> list[_Removed]:

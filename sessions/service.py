@@ -15,16 +15,31 @@ import torch
 
 from chatkv.engine import Engine
 from chatkv.errors import ChatKVError, ContextFull, OutOfPages, UsageError
-from chatkv.events import Delta, Done, Event, Failed, MessageIds, Prefill, Ready, Rendered, Usage
+from chatkv.events import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    MessageIds,
+    Prefill,
+    Ready,
+    Rendered,
+    TokenLogprob,
+    Usage,
+)
 from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import ReplyText, Sequence, spans_of
 from chatkv.spec.stats import DraftStats
 from sessions.pages import SqlitePageStore
 from sessions.port import PathMessage, Request
+from sessions.token_log import StoredLog
 
 RESERVE_TOKENS = 1024
 """Longest reply when nobody says: this or a quarter of the context, whichever is less."""
+
+
+DEAD_END = "The grammar let nothing follow here, so the reply ends before it is whole."
 
 
 class EngineService:
@@ -33,15 +48,22 @@ class EngineService:
     Args:
         engine: Computes.
         pages: The store behind the engine's saver, or None.
+        log: What the drafter `history` reads, or None.
         notice: One sentence the user should see once.
     """
 
     def __init__(
-        self, engine: Engine, pages: SqlitePageStore | None = None, *, notice: str = ""
+        self,
+        engine: Engine,
+        pages: SqlitePageStore | None = None,
+        log: StoredLog | None = None,
+        *,
+        notice: str = "",
     ) -> None:
         self.engine = engine
         self.tokenizer = engine.model.tokenizer
         self.pages = pages
+        self.log = log
         self.notice = notice
         self._said = ""
 
@@ -94,6 +116,8 @@ class EngineService:
 
     def close(self) -> None:
         self.engine.close()
+        if self.log is not None:
+            self.log.close()
 
     def _generate(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
         rendered, tokens, sampled = self._render(request.messages)
@@ -103,15 +127,18 @@ class EngineService:
             raise ContextFull(
                 used=len(tokens) - new, needed=new + 1, limit=self.engine.context_limit
             )
-        if rendered:
-            yield Rendered(tuple(rendered))
-        self.engine.drafting.set_mode(request.spec or self.engine.config.spec)
+        # A grammar that does not compile is refused before anything is stored for this turn.
         seq = self.engine.add(
             tokens,
             sampled,
             params,
             reply=ReplyText(self.tokenizer.stream(), params.stop),
         )
+        if rendered:
+            yield Rendered(tuple(rendered))
+        if self.log is not None:
+            self.log.poke()  # the turn before this one is stored by now
+        self.engine.drafting.set_mode(request.spec or self.engine.config.spec)
         yield from self._reply(seq, cancelled)
 
     def _reply(self, seq: Sequence, cancelled: Callable[[], bool]) -> Iterator[Event]:
@@ -128,14 +155,14 @@ class EngineService:
                 yield Prefill(report.reused, done, total)
             prompt_ms = 1000 * (perf_counter() - begun)
             if seq.num_generated:
-                yield Delta(seq.reply.take(), tuple(seq.tokens[total:]))
+                yield Delta(seq.reply.take(), tuple(seq.tokens[total:]), self._logprobs(seq, 1))
             while not seq.finished:
                 started = perf_counter()
                 (tokens,) = engine.step([seq])
                 decode_ms += 1000 * (perf_counter() - started)
                 if cancelled() and not seq.finished:
                     seq.finish_reason = "cancelled"
-                yield Delta(seq.reply.take(), tokens)
+                yield Delta(seq.reply.take(), tokens, self._logprobs(seq, len(tokens)))
         except OutOfPages:
             if not seq.num_generated:
                 raise
@@ -184,12 +211,31 @@ class EngineService:
             ids=(*ids, *closing),
             sampled=spans_of(seq.sampled, seq.prompt_tokens),
             usage=usage,
-            notice=self._notice(),
+            notice=self._notice(DEAD_END if seq.finish_reason == "dead_end" else ""),
         )
 
-    def _notice(self) -> str:
-        """What has to be said once about pages: not saved, damaged, made anew."""
-        said = [] if self.pages is None else self.pages.take_notices()
+    def _logprobs(self, seq: Sequence, count: int) -> tuple[TokenLogprob, ...]:
+        """Those of the last tokens, if the request asks for them."""
+        return tuple(
+            TokenLogprob(
+                found.token,
+                self._text(found.token),
+                found.logprob,
+                tuple(TokenLogprob(token, self._text(token), value) for token, value in found.top),
+            )
+            for found in seq.logprobs[-count:]
+        )
+
+    def _text(self, token: int) -> str:
+        """What one token stands for; special ones as they are written."""
+        known = self.tokenizer.token_bytes(token)
+        return known.decode("utf-8", "replace") or self.tokenizer.token_text(token) or ""
+
+    def _notice(self, about_reply: str) -> str:
+        """What has to be said once: about this reply, pages not saved or damaged, a log anew."""
+        said = [about_reply] if about_reply else []
+        said += [] if self.pages is None else self.pages.take_notices()
+        said += [] if self.log is None else self.log.take_notices()
         if self.engine.saver is not None and self.engine.saver.notice != self._said:
             self._said = self.engine.saver.notice
             said.append(self._said)
@@ -246,6 +292,8 @@ class EngineService:
         """Remove the stored pages of a deleted path; 0 without a store. Raises StoreError."""
         pages, saver = self.pages, self.engine.saver
         self.engine.prefix.clear()
+        if self.log is not None:
+            self.log.poke()
         if pages is None or saver is None:
             return 0
         saver.flush(5.0)

@@ -24,7 +24,9 @@ from chatkv.models.catalog import ModelFile
 from chatkv.models.devices import load_model
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import Sequence
-from chatkv.spec.drafters import create_drafters
+from chatkv.spec.drafters import check_names
+from chatkv.spec.token_log import TokenIndex
+from sessions.build import load_draft
 
 SHAPE = "tree:5"
 """Guesses of a drafted step: enough for siblings and paths, cheap enough for a CPU."""
@@ -120,8 +122,13 @@ class _Talk:
         self._sampled = [*seq.sampled, *[False] * len(closing)]
 
 
-def _play(engine: Engine, group: Group) -> list[list[tuple[int, ...]]]:
-    """Play conversations side by side: which of them share a step changes all the time."""
+def _play(
+    engine: Engine, group: Group, log: TokenIndex | None = None
+) -> list[list[tuple[int, ...]]]:
+    """Play conversations side by side: which of them share a step changes all the time.
+
+    Replies go to `log` when they end, so that the drafter `history` has something to copy.
+    """
     talks = [_Talk(engine, prompt, params) for prompt, params in group]
     waiting = list(talks)
     running: list[tuple[_Talk, Sequence]] = []
@@ -135,6 +142,8 @@ def _play(engine: Engine, group: Group) -> list[list[tuple[int, ...]]]:
         for talk, seq in running:
             if seq.finished:
                 talk.end(seq)
+                if log is not None:
+                    log.add((), talk.replies[-1])
         running = [(talk, seq) for talk, seq in running if not seq.finished]
     return [talk.replies for talk in talks]
 
@@ -166,6 +175,7 @@ def verify_prompts(
     max_tokens: int = 64,
     temperatures: Seq[float] = (0.0, 0.7, 1.0),
     drafters: Seq[str] = ("ngram", "random"),
+    draft_model: str | None = None,
     threads: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
@@ -179,6 +189,7 @@ def verify_prompts(
         max_tokens: Of each reply.
         temperatures: Each with top_p 0.95 and a seed made from the prompt's id.
         drafters: Merged in one tree.
+        draft_model: Of the drafter `draft_model`; None is the model itself.
         threads: CPU threads.
         progress: Called with one line after each prompt.
 
@@ -195,13 +206,16 @@ def verify_prompts(
     chosen = chosen[:limit]
     if not chosen:
         raise UsageError("There is no prompt to play.", hint="Name another file with --prompts.")
-    create_drafters(drafters, vocab_size=1)  # an unknown name fails before the model is loaded
+    names = check_names(drafters)  # an unknown name fails before the model is loaded
     model, notice = load_model(file, device, threads=threads)
     if notice and progress is not None:
         progress(notice)
     plain = Engine(model, EngineConfig(spec="none"), costs={1: 1.0}, guard=False)
-    config = EngineConfig(spec=SHAPE, drafters=tuple(drafters))
-    drafted = Engine(model, config, costs={1: 1.0}, guard=False)
+    config = EngineConfig(spec=SHAPE, drafters=tuple(names))
+    log, draft = TokenIndex(), None
+    if "draft_model" in names:
+        draft = load_draft(draft_model or str(file.path), model, threads)
+    drafted = Engine(model, config, costs={1: 1.0}, token_log=log, draft=draft, guard=False)
     items = [
         (
             prompt,
@@ -216,7 +230,7 @@ def verify_prompts(
     differences: list[dict[str, Any]] = []
     for group in _groups(plain, items):
         for (prompt, params), expected, got in zip(
-            group, _play(plain, group), _play(drafted, group), strict=True
+            group, _play(plain, group), _play(drafted, group, log), strict=True
         ):
             tokens += sum(map(len, expected))
             replies += len(expected)

@@ -35,6 +35,12 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
+    def token_text(self, token: int) -> str | None:
+        return {EOS: "<eos>", USER: "<user>", REPLY: "<reply>", SYSTEM: "<system>"}.get(token)
+
     def stream(self) -> ByteStream:
         return ByteStream()
 
@@ -141,6 +147,9 @@ class TinyModel:
         )
         pool.data.fill_(float("nan"))  # what nobody wrote must reach nobody
         return pool
+
+    def tap(self, layers: Sequence[int]) -> None:
+        raise AssertionError("nothing taps the tiny model")
 
     def chunk(self, offset: int) -> tuple[int, int]:
         return offset // self.chunk_rows * self.chunk_rows, self.chunk_rows

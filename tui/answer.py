@@ -5,12 +5,12 @@ Knows the ports and the event records. The field names are those of the server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from chatkv.errors import ChatKVError, EngineLost
-from chatkv.events import Done, Event, Failed, Usage
+from chatkv.events import Done, Event, Failed, TokenLogprob, Usage
 from sessions.port import ChatPort, TurnView
 
 
@@ -110,6 +110,21 @@ def reply_json(chat: ChatPort, done: Done, *, model: str, saved: bool = True) ->
             "why": {},
         },
     }
+
+
+def logprobs_json(found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """`logprobs` of a reply or of a part of it; nothing where nobody asked."""
+    if not found:
+        return {}
+    content = [
+        {**_logprob_json(one), "top_logprobs": [_logprob_json(other) for other in one.top]}
+        for one in found
+    ]
+    return {"logprobs": {"content": content}}
+
+
+def _logprob_json(one: TokenLogprob) -> dict[str, Any]:
+    return {"token": one.token, "id": one.id, "logprob": one.logprob}
 
 
 def turn_json(turn: TurnView) -> dict[str, Any]:

@@ -33,6 +33,7 @@ COMMANDS = {
     "restore": ("tui.commands.chats:restore", "Bring chats back from the trash."),
     "export": ("tui.commands.export:export", "Write chats as JSON lines."),
     "verify": ("tui.commands.verify:verify", "Prove that drafting changes no token."),
+    "bench": ("tui.commands.bench:bench", "Measure this machine."),
     "models": ("tui.commands.models:models", "List, describe and fetch models."),
     "kv": ("tui.commands.kv:kv", "What the page cache on disk holds."),
     "doctor": ("tui.commands.doctor:doctor", "Check this installation."),

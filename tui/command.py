@@ -106,6 +106,13 @@ def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
+def draft_model_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--draft-model` of every command that drafts."""
+    return click.option(
+        "--draft-model", metavar="MODEL", help="A smaller model of the same tokenizer that guesses."
+    )(function)
+
+
 def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Options of the model, the engine and the sampler, for `chat` and `ask`."""
     for option in reversed(
@@ -122,6 +129,8 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="A sampling setting: -o temperature 0.",
             ),
             click.option("--spec", metavar="MODE", help="Drafting: none|auto|chain:N|tree:N."),
+            click.option("--drafters", metavar="A,..", help="Who guesses: ngram,history,..."),
+            draft_model_option,
             click.option("--context", metavar="N", help="Tokens a conversation may hold."),
             device_option,
             click.option("--threads", metavar="N", help="CPU threads."),
@@ -150,12 +159,16 @@ def flags_of(options: tuple[tuple[str, str], ...], **flags: Any) -> dict[str, An
     names = {
         "model": "model",
         "spec": "spec.mode",
+        "drafters": "spec.drafters",
+        "draft_model": "spec.draft_model",
         "context": "context.limit",
         "device": "device",
         "threads": "threads",
         "max_tokens": "sampling.max_tokens",
         "seed": "sampling.seed",
         "stop": "sampling.stop",
+        "logprobs": "sampling.logprobs",
+        "grammar": "sampling.grammar",
         "theme": "ui.theme",
         "ascii": "ui.ascii",
     }

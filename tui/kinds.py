@@ -5,12 +5,15 @@ Each reader returns the value or raises ValueError with what it wants. Knows no 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 from chatkv.config import SPEC_MODES
+from chatkv.errors import ConfigError
+from chatkv.sampling import Grammar
 
 
 def text(raw: Any) -> str:
@@ -105,6 +108,31 @@ def texts(raw: Any) -> tuple[str, ...]:
     if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p for p in parts):
         raise ValueError("must be a list of texts")
     return tuple(parts)
+
+
+def biases(raw: Any) -> dict[str, float]:
+    """Numbers by token id; in text a JSON object."""
+    wants = 'must be numbers from -100 to 100 by token id, as {"1234": -100}'
+    try:
+        table = json.loads(raw) if isinstance(raw, str) else raw
+        found = {str(int(token)): float(value) for token, value in table.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(wants) from None
+    if not all(int(token) >= 0 and -100 <= value <= 100 for token, value in found.items()):
+        raise ValueError(wants)
+    return found
+
+
+def grammar(raw: Any) -> str | None:
+    """A grammar as `KIND:TEXT`, or `none`."""
+    if not isinstance(raw, str):
+        raise ValueError("must be text such as regex:[0-9]+")
+    try:
+        found = Grammar.parse(raw)
+    except ConfigError as error:
+        message = error.message[0].lower() + error.message[1:]
+        raise ValueError(message.removesuffix(".")) from None
+    return None if found is None else str(found)
 
 
 def size(raw: Any) -> int:

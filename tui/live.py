@@ -13,7 +13,8 @@ from tui.widgets.transcript import Transcript
 from tui.widgets.turn_view import Card, folded
 from tui.wording import count
 
-FLOOR_S = 0.08
+FLOOR_S, CEILING_S = 0.08, 0.6
+"""Shortest and longest pause between drawings: a busy machine must not make a reply stand still."""
 SHARE = 16.0
 """A drawing is followed by a pause of sixteen times what it cost: at most a seventeenth of a core,
 since the engine wants all of them. With six the screen took a fifth of the decode rate."""
@@ -51,7 +52,8 @@ class Live:
     def wake(self) -> None:
         """Something arrived: draw it soon."""
         if self.begun and self._timer is None and not self.reply.ended:
-            self._timer = self._screen.set_timer(max(FLOOR_S, SHARE * self._cost_s), self._draw)
+            pause_s = min(CEILING_S, max(FLOOR_S, SHARE * self._cost_s))
+            self._timer = self._screen.set_timer(pause_s, self._draw)
 
     def close(self) -> None:
         """Draw no more."""

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from chatkv.errors import ChatKVError
-from chatkv.events import Delta, Done, Event, Prefill
+from chatkv.events import Delta, Done, Event, Prefill, TokenLogprob
 from sessions.port import ChatPort
 from tui import answer, output, prompt_text
 
@@ -61,11 +61,17 @@ class CodePrinter(TextPrinter):
 class JsonPrinter(TextPrinter):
     """One object, when the reply is whole."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._logprobs: list[TokenLogprob] = []
+
     def event(self, event: Event, chat: ChatPort) -> None:
-        pass
+        if isinstance(event, Delta):
+            self._logprobs += event.logprobs
 
     def end(self, chat: ChatPort, done: Done, **about: Any) -> None:
-        output.write_json(answer.reply_json(chat, done, **about))
+        extra = answer.logprobs_json(self._logprobs)
+        output.write_json({**answer.reply_json(chat, done, **about), **extra})
 
 
 class EventPrinter(TextPrinter):
@@ -84,7 +90,9 @@ class EventPrinter(TextPrinter):
             numbers = {"reused": event.reused, "done": event.done, "total": event.total}
             output.write_json({"type": "prefill", **numbers})
         elif isinstance(event, Delta):
-            output.write_json({"type": "delta", "text": event.text, "ids": list(event.ids)})
+            extra = answer.logprobs_json(event.logprobs)
+            said = {"text": event.text, "ids": list(event.ids), **extra}
+            output.write_json({"type": "delta", **said})
 
     def end(self, chat: ChatPort, done: Done, **about: Any) -> None:
         output.write_json({"type": "done", **answer.reply_json(chat, done, **about)})

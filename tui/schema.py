@@ -51,11 +51,53 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("sampling.stop", kinds.texts, (), "texts that end a reply"),
         Setting(
+            "sampling.repetition_penalty",
+            kinds.number(0.01, 100),
+            1.0,
+            "above 1 makes tokens that occur before, prompt included, less likely",
+        ),
+        Setting(
+            "sampling.presence_penalty",
+            kinds.number(-2, 2),
+            0.0,
+            "above 0 makes tokens of the reply less likely to come again",
+        ),
+        Setting(
+            "sampling.frequency_penalty",
+            kinds.number(-2, 2),
+            0.0,
+            "the same, once for each time they came",
+        ),
+        Setting(
+            "sampling.logit_bias",
+            kinds.biases,
+            None,
+            'added to the logits of tokens by id: {"1234": -100}',
+        ),
+        Setting(
+            "sampling.logprobs",
+            kinds.whole(0, 20),
+            None,
+            "log probability of each token, and so many of the likeliest beside it",
+        ),
+        Setting(
+            "sampling.grammar",
+            kinds.grammar,
+            None,
+            "form of the reply: json_schema:TEXT, regex:RE or lark:TEXT; none lifts it",
+        ),
+        Setting(
             "context.limit", kinds.whole(1), None, "tokens of a conversation; unset: the model's"
         ),
         Setting("spec.mode", kinds.mode, "auto", "drafting: none, auto, chain:N or tree:N"),
         Setting(
-            "spec.drafters", kinds.names, ("ngram",), "drafters to ask, first come first merged"
+            "spec.drafters",
+            kinds.names,
+            ("ngram", "history"),
+            "drafters to ask, first come first merged",
+        ),
+        Setting(
+            "spec.draft_model", kinds.text, None, "model of the drafter draft_model; unset: none"
         ),
         Setting("kv.codec", kinds.one_of("exact", "off"), "exact", "pages on disk, or none"),
         Setting("kv.disk_max", kinds.size, None, "bytes of kv.db; unset: a tenth of the free disk"),

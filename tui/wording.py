@@ -80,6 +80,13 @@ def reply_numbers(usage: Usage | None, *, length: bool = True) -> list[str]:
     return parts
 
 
+REPLY_ENDS = {
+    "length": "cut at max_tokens",
+    "context_full": "context full",
+    "dead_end": "the grammar let nothing follow",
+}
+
+
 def reply_end(state: str, finish_reason: str, usage: Usage | None) -> str:
     """Why a reply is shorter than it might be, or nothing."""
     tokens = usage.predicted_n if usage is not None else 0
@@ -87,7 +94,7 @@ def reply_end(state: str, finish_reason: str, usage: Usage | None) -> str:
         return f"interrupted after {tokens} tok" if tokens else "interrupted"
     if state == "error":
         return "failed"
-    return {"length": "cut at max_tokens", "context_full": "context full"}.get(finish_reason, "")
+    return REPLY_ENDS.get(finish_reason, "")
 
 
 def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:

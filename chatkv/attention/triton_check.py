@@ -17,6 +17,7 @@ from torch import Tensor
 
 from chatkv.attention.call import INT4_GROUP, AttentionCall
 from chatkv.attention.reference import ancestor_words, attend
+from chatkv.attention.triton_launch import MANY_ROWS
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 """Relative error of out, and absolute error of LSE, by dtype of q: probabilities are summed so."""
@@ -280,15 +281,17 @@ def differing_rows(
 def problem(backend: Attends, shape: Shape) -> str | None:
     """Why the backend must not be used for this shape, or None. Compiles for seconds."""
     rng = random.Random(7)
-    histories = (0, 37, 1000, 4096)
-    trees = [random_tree(16, 16, rng) for _ in histories]
-    case = make_case(shape, trees, histories, seed=7)
-    out_error, lse_error = errors(backend, case)
-    limit = TOLERANCES[shape.dtype]
-    # Written so that NaN fails.
-    if not (out_error <= limit and lse_error <= limit):
-        return f"wrong by {out_error:.1e} (lse {lse_error:.1e}), more than {limit:.0e}"
-    differing = differing_rows(backend, backend, case)
-    if differing:
-        return f"{differing} of {case.call.num_rows} tree rows differ from plain decoding"
+    # As many rows as a step of the default drafter, and more than one block of them.
+    many_rows = MANY_ROWS * shape.num_kv_heads // shape.num_heads + 1
+    for rows, histories in ((16, (0, 37, 1000, 4096)), (many_rows, (70, 1000))):
+        trees = [random_tree(rows, 16, rng) for _ in histories]
+        case = make_case(shape, trees, histories, seed=7)
+        out_error, lse_error = errors(backend, case)
+        limit = TOLERANCES[shape.dtype]
+        # Written so that NaN fails.
+        if not (out_error <= limit and lse_error <= limit):
+            return f"wrong by {out_error:.1e} (lse {lse_error:.1e}), more than {limit:.0e}"
+        differing = differing_rows(backend, backend, case)
+        if differing:
+            return f"{differing} of {case.call.num_rows} tree rows differ from plain decoding"
     return None

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 RESIDENT = 264
-"""Programs that run at once on an H200: two on each of 132 processors."""
+"""Programs of `attend_past` that run at once on an H200: two on each of 132 processors."""
+WIDE_RESIDENT = 132
+WIDE_ROWS = 128
+"""(row, query head) pairs of one program of `attend_wide`."""
+MANY_ROWS = 64
+"""More pairs of a row and a query head are served by `attend_wide` where it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +41,26 @@ class Partition:
         return f"{self.tile}x{self.groups}x{self.leaves}-{self.depth}-{self.unit}"
 
 
+Owner = Literal["leaf", "group", "either"]
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How a call is put on the device. Changes no bits, but for quantised pages: see `of`."""
 
     block_m: int
     """Rows of one program, in (row, query head of the group) pairs: 16, 32, 64 or 128."""
-    whole_group: bool
-    """A program owns all leaves of a group, not one leaf."""
+    owner: Owner
+    """What a program owns: a leaf, all leaves of a group, or of each sequence what balances them
+    (see `triton_plan.first_by_leaf`)."""
     num_warps: int = 4
     num_stages: int = 3
     """Tiles in shared memory."""
     nodes: int = 1
     """Rows of one merging program."""
+    wide: bool = False
+    """`attend_wide` reads the tiles, 128 rows at a time: block_m, num_warps and num_stages are not
+    used."""
     pdl: bool = False
     """A kernel starts before the one it depends on has ended (programmatic dependent launch)."""
 
@@ -62,6 +75,7 @@ class Launch:
         partition: Partition,
         *,
         quantised: bool,
+        can_be_wide: bool,
         pdl: bool,
     ) -> Launch:
         """The rule, fitted to timings on an H200: it decides speed alone.
@@ -72,26 +86,51 @@ class Launch:
             length: Slots of the longest sequence.
             quantised: Codes are converted on their way into a product. The compiler groups the keys
                 of that product by the tile's shape, so block_m and nodes are fixed for them.
-            pdl: The device can.
+            can_be_wide, pdl: The device can.
         """
         block_m = 64 if quantised else min(64, max(16, 1 << (rows - 1).bit_length()))
-        blocks = sequences * num_kv_heads * -(-rows // block_m)
+        wide = can_be_wide and rows > MANY_ROWS
+        resident = WIDE_RESIDENT if wide else RESIDENT
+        blocks = sequences * num_kv_heads * -(-rows // (WIDE_ROWS if wide else block_m))
         tiles = -(-length // partition.tile)
         # Microseconds: reading all keys once, and turns of a program one after another.
         reading = sequences * num_kv_heads * length * row_bytes * 2 / 4.5e6
-        partial = sequences * num_kv_heads * rows * row_bytes * 4 / 2.4e6
+        turn, start = (0.9, 3.0) if wide else (0.8, 0.0)
+        partial = sequences * num_kv_heads * rows * row_bytes * 4 / (1.6e6 if wide else 2.4e6)
 
         def cost(parts: int) -> float:
-            turns = -(-tiles // parts) * -(-blocks * parts // RESIDENT)
-            return max(reading, 0.8 * turns) + partial * parts
+            rounds = -(-blocks * parts // resident)
+            return max(reading, rounds * (turn * -(-tiles // parts) + start)) + partial * parts
 
         leaves = partition.groups * partition.leaves
-        whole_group = cost(partition.groups) <= cost(leaves) + 1.9
+        owner: Owner = "group" if cost(partition.groups) <= cost(leaves) + 1.9 else "leaf"
+        if sequences > 1 and partition.leaves > 1:
+            owner = "either"
         return cls(
             block_m=block_m,
-            whole_group=whole_group,
+            owner=owner,
             num_warps=4 if row_bytes <= 256 else 8,
             num_stages=3 if row_bytes <= 256 else 2,
-            nodes=1 if whole_group or quantised else 2,
+            wide=wide,
+            nodes=1 if (owner == "group" and not wide) or quantised else 2,
             pdl=pdl,
         )
+
+
+def balance(
+    rows: int, num_kv_heads: int, head_dim: int, partition: Partition, *, wide: bool
+) -> tuple[float, float, float]:
+    """What `triton_plan.plan_rows` weighs to choose owners, in turns of a program.
+
+    Args:
+        rows: (row, query head) pairs of the longest sequence under one kv head.
+        wide: `attend_wide` will serve the call.
+
+    Returns:
+        Turns that a tile of a sequence adds to each program that runs at once, what owning a
+        sequence by leaves costs, and what it costs that any is.
+    """
+    block, resident = (WIDE_ROWS, WIDE_RESIDENT) if wide else (64, RESIDENT)
+    partials = (partition.leaves - 1) * partition.groups * num_kv_heads * rows * head_dim * 8
+    leaf_turns = partials / (1.4e6 if wide else 1.9e6)
+    return num_kv_heads * -(-rows // block) / resident, leaf_turns, 6.0 if wide else 2.4

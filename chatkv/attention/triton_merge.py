@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from chatkv.attention.triton_kernels import EMPTY_MAX, ONES, fold, load_tile
+from chatkv.attention.triton_tiles import EMPTY_MAX, ONES, fold, load_tile
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -123,15 +123,15 @@ def load_part(part_acc, part_max, part_sum, at, is_part, DIM: tl.constexpr, DIM_
 
 @triton.jit
 def load_group(
-    part_acc, part_max, part_sum, row, group, stride, tiles, is_row, factor,
-    GROUPS: tl.constexpr, LEAVES: tl.constexpr, WHOLE_GROUP: tl.constexpr,
+    part_acc, part_max, part_sum, row, group, stride, tiles, is_row, is_leaf, factor,
+    GROUPS: tl.constexpr, LEAVES: tl.constexpr, OWNER: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
     """A group, as stored or folded from its leaves."""
     row_max, row_sum, acc = load_part(
         part_acc, part_max, part_sum, stride * group + row, is_row & (group < tiles), DIM, DIM_PAD
     )
-    if not WHOLE_GROUP:
+    if OWNER != 1:
         # The first leaf is folded into nothing, as in a program that owns the group.
         empty = tl.full(row_max.shape, EMPTY_MAX, tl.float32)
         none = tl.zeros(row_max.shape, tl.float32)
@@ -145,7 +145,7 @@ def load_group(
                 part_max,
                 part_sum,
                 stride * part + row,
-                is_row & (part < tiles),
+                is_leaf & (part < tiles),
                 DIM,
                 DIM_PAD,
             )
@@ -155,48 +155,34 @@ def load_group(
     return row_max, row_sum, acc
 
 
+@triton.jit
+def fold_groups(
+    row_max, row_sum, acc, part_acc, part_max, part_sum, row, stride, tiles, is_row, is_leaf,
+    factor,
+    GROUPS: tl.constexpr, LEAVES: tl.constexpr, OWNER: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """The partial softmax joined by all groups in order."""
+    for group in tl.static_range(GROUPS):
+        group_max, group_sum, group_acc = load_group(
+            part_acc, part_max, part_sum, row, group, stride, tiles, is_row, is_leaf, factor,
+            GROUPS, LEAVES, OWNER, DIM, DIM_PAD,
+        )  # fmt: skip
+        row_max, row_sum, acc = fold(row_max, row_sum, acc, group_max, group_sum, group_acc, factor)
+    return row_max, row_sum, acc
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_parts_rows"])
 def merge_rows(
-    q,
-    pages,
-    scales,
-    q_start,
-    limits,
-    own_slots,
-    part_acc,
-    part_max,
-    part_sum,
-    out,
-    lse,
-    factor,
-    num_sequences,
-    num_parts_rows,
-    stride_q,
-    stride_page,
-    stride_kind,
-    stride_head,
-    stride_slot,
-    stride_scale_page,
-    stride_scale_kind,
-    stride_scale_head,
-    stride_scale_slot,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    NODES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LEAVES: tl.constexpr,
-    WHOLE_GROUP: tl.constexpr,
-    CODE: tl.constexpr,
-    GAIN: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, pages, scales, q_start, limits, own_slots, rows_by_leaf, part_acc, part_max, part_sum,
+    out, lse, factor, num_sequences, num_parts_rows, stride_q,
+    stride_page, stride_kind, stride_head, stride_slot,
+    stride_scale_page, stride_scale_kind, stride_scale_head, stride_scale_slot,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr, NODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr, LEAVES: tl.constexpr,
+    OWNER: tl.constexpr, CODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The own keys of NODES rows under one kv head, then their parts from `attend_past`, in order.
 
     Grid (ceil(T / NODES), HEADS). Writes out [T, HQ, DIM] and lse [T, HQ], but no row from
@@ -208,11 +194,14 @@ def merge_rows(
     if node >= num_rows:
         return
     stride = num_parts_rows.to(tl.int64)
-    own_at = stride * (GROUPS if WHOLE_GROUP else GROUPS * LEAVES)
+    own_at = stride * (GROUPS if OWNER == 1 else GROUPS * LEAVES)
     m = tl.arange(0, ROWS)
     t = node + m // GROUP
     is_row = (m < NODES * GROUP) & (t < num_rows)
     tiles = tl.cdiv(tl.load(limits + t, mask=is_row, other=0), BLOCK_N)
+    is_leaf = is_row
+    if OWNER == 2:
+        is_leaf = is_row & (tl.load(rows_by_leaf + t, mask=is_row, other=0) == 1)
     store_own(
         q, pages, scales, own_slots, part_acc, part_max, part_sum, factor, num_rows,
         own_at, node, head, stride_q,
@@ -229,12 +218,19 @@ def merge_rows(
     row_max, row_sum, acc = load_part(
         part_acc, part_max, part_sum, own_at + row, is_row, DIM, DIM_PAD
     )
-    for group in tl.static_range(GROUPS):
-        group_max, group_sum, group_acc = load_group(
-            part_acc, part_max, part_sum, row, group, stride, tiles, is_row, factor,
-            GROUPS, LEAVES, WHOLE_GROUP, DIM, DIM_PAD,
+    by_leaf = OWNER == 0
+    if OWNER == 2:
+        by_leaf = tl.max(is_leaf.to(tl.int32), 0) == 1
+    if by_leaf:
+        row_max, row_sum, acc = fold_groups(
+            row_max, row_sum, acc, part_acc, part_max, part_sum, row, stride, tiles, is_row,
+            is_leaf, factor, GROUPS, LEAVES, 0, DIM, DIM_PAD,
         )  # fmt: skip
-        row_max, row_sum, acc = fold(row_max, row_sum, acc, group_max, group_sum, group_acc, factor)
+    else:
+        row_max, row_sum, acc = fold_groups(
+            row_max, row_sum, acc, part_acc, part_max, part_sum, row, stride, tiles, is_row,
+            is_leaf, factor, GROUPS, LEAVES, 1, DIM, DIM_PAD,
+        )  # fmt: skip
     row_sum = tl.where(is_row, row_sum, 1.0)
     acc = acc / (row_sum * GAIN)[:, None]
     d = tl.arange(0, DIM_PAD)

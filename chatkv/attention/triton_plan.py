@@ -58,7 +58,50 @@ def first_visible(page_pos, stored, oldest, PAGE: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["window", "num_entries", "num_words"])
+@triton.jit
+def group_turns(kv_len, first, num_sequences, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    """Tiles of one group, for each of the 32 sequences from `first` on; 0 where there is none."""
+    n = first + tl.arange(0, 32)
+    return tl.cdiv(tl.load(kv_len + n, mask=n < num_sequences, other=0), TILE * GROUPS)
+
+
+@triton.jit
+def first_by_leaf(
+    kv_len, num_sequences, turns_a_tile, leaf_turns, any_turns,
+    TILE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """From how many tiles of a group on a sequence is better owned by leaves.
+
+    A device is idle while the longest program runs on, and leaves cost partial results. Tries each
+    sequence and all longer ones by leaf; costs are in turns of a program.
+    """
+    share = 0.0
+    longest = 0
+    for start in range(0, num_sequences, 32):
+        turns = group_turns(kv_len, start, num_sequences, TILE, GROUPS)
+        share += tl.sum(turns, 0).to(tl.float32) * GROUPS * turns_a_tile
+        longest = tl.maximum(longest, tl.max(turns, 0))
+    least = tl.maximum(longest - share, 0.0)
+    threshold = longest + 1  # none
+    for start in range(0, num_sequences, 32):
+        turns = group_turns(kv_len, start, num_sequences, TILE, GROUPS)
+        others = tl.zeros([32], tl.int32)
+        by_leaf = tl.zeros([32], tl.int32)
+        for begin in range(0, num_sequences, 32):
+            other = group_turns(kv_len, begin, num_sequences, TILE, GROUPS)
+            is_longer = other[None, :] >= turns[:, None]
+            others = tl.maximum(others, tl.max(tl.where(is_longer, 0, other[None, :]), 1))
+            by_leaf += tl.sum(is_longer.to(tl.int32), 1)
+        cost = tl.maximum(others.to(tl.float32) - share, 0.0) + by_leaf * leaf_turns + any_turns
+        cost = tl.where(turns > 0, cost, float("inf"))
+        chunk_least = tl.min(cost, 0)
+        if chunk_least < least:
+            least = chunk_least
+            threshold = tl.max(tl.where(cost == chunk_least, turns, 0), 0)
+    return threshold
+
+
+@triton.jit(do_not_specialize=["window", "num_entries", "num_words", "num_sequences"])
 def plan_rows(
     page_table,
     q_start,
@@ -70,22 +113,35 @@ def plan_rows(
     sequences,
     limits,
     own_slots,
+    by_leaf,
     window,
     num_entries,
     num_words,
+    num_sequences,
+    turns_a_tile,
+    leaf_turns,
+    any_turns,
+    IS_BATCH: tl.constexpr,
     IS_TREE: tl.constexpr,
     HAS_VALID: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     DEPTH: tl.constexpr,
     UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """Plan one row. Grid (N, most rows of a sequence).
 
+    Args:
+        turns_a_tile: Turns that a tile of a sequence adds to each program that runs at once.
+        leaf_turns, any_turns: What owning a sequence by leaves costs, and that any is, in turns.
+
     Writes, int32:
-        sequences [N, 8]: first row, rows, smallest and largest b(p), stored slots, first slot in a
-            window.
+        sequences [N, 8], the longest first: first row, rows, smallest and largest b(p), stored
+            slots, first slot in a window, how many sequences are owned by leaves, n.
         limits [T]: b(p).
+        by_leaf [T]: Of the row's sequence.
         own_slots [T, DEPTH + UNIT]: physical slots of the row's own keys in logical order, -1 if
             not seen.
     """
@@ -96,7 +152,23 @@ def plan_rows(
     stored = tl.load(kv_len + n) - rows
     table = page_table + n.to(tl.int64) * num_entries
     page_pos += n.to(tl.int64) * num_entries
+    owned = 0
+    if IS_BATCH:
+        threshold = first_by_leaf(
+            kv_len, num_sequences, turns_a_tile, leaf_turns, any_turns, TILE, GROUPS
+        )
+        owned = (tl.cdiv(stored + rows, TILE * GROUPS) >= threshold).to(tl.int32)
     if i == 0:
+        rank = 0
+        num_owned = 0
+        for start in range(0, num_sequences, 32):
+            other = start + tl.arange(0, 32)
+            length = tl.load(kv_len + other, mask=other < num_sequences, other=-1)
+            longer = (length > stored + rows) | ((length == stored + rows) & (other < n))
+            rank += tl.sum(longer.to(tl.int32), 0)
+            if IS_BATCH:
+                turns = group_turns(kv_len, start, num_sequences, TILE, GROUPS)
+                num_owned += tl.sum((turns >= threshold).to(tl.int32), 0)
         depth_max = rows - 1
         if IS_TREE:
             depth_max = deepest(ancestors, first, rows, num_words)
@@ -104,13 +176,15 @@ def plan_rows(
         if HAS_WINDOW and rows > 0:
             # The root is the oldest row: what it does not see nobody sees.
             visible = first_visible(page_pos, stored, tl.load(q_pos + first) - window + 1, PAGE)
-        out = sequences + n * 8
+        out = sequences + rank * 8
         tl.store(out, first)
         tl.store(out + 1, rows)
         tl.store(out + 2, first_own(stored, DEPTH, UNIT))
         tl.store(out + 3, first_own(stored + depth_max, DEPTH, UNIT))
         tl.store(out + 4, stored)
         tl.store(out + 5, visible)
+        tl.store(out + 6, num_owned)
+        tl.store(out + 7, n)
     if i >= rows:
         return
     t = first + i
@@ -124,6 +198,7 @@ def plan_rows(
     p = stored + depth
     limit = first_own(p, DEPTH, UNIT)
     tl.store(limits + t, limit)
+    tl.store(by_leaf + t, owned)
     oldest = 0
     if HAS_WINDOW:
         oldest = tl.load(q_pos + t) - window + 1

@@ -19,14 +19,15 @@ import triton
 from torch import Tensor
 
 from chatkv.attention.call import AttentionCall
+from chatkv.attention.triton_hopper import attend_wide, can_be_wide, is_hopper, supports_pdl
 from chatkv.attention.triton_kernels import attend_past
-from chatkv.attention.triton_launch import Launch, Partition
+from chatkv.attention.triton_launch import MANY_ROWS, RESIDENT, Launch, Owner, Partition, balance
 from chatkv.attention.triton_merge import merge_rows
 from chatkv.attention.triton_plan import plan_rows
-from chatkv.attention.triton_prefill import attend_chunk, library_for
 from chatkv.errors import BackendUnavailable
 
 LARGEST_HEAD = 256
+OWNERS: dict[Owner, int] = {"leaf": 0, "group": 1, "either": 2}
 GAINS = {torch.int8: 64, torch.float8_e4m3fn: 256}
 """Powers of two that keep probability times value scale out of float16's subnormals."""
 
@@ -36,11 +37,13 @@ class TritonPlan:
     """What all layers of one step share, on the device. See `triton_plan.plan_rows`."""
 
     sequences: Tensor
-    """[N, 8] int32: rows and bounds of each sequence."""
+    """[N, 8] int32: rows, bounds and owner of each sequence, the longest first."""
     limits: Tensor
     """[T] int32: where a row's own keys begin, as logical index."""
     own_slots: Tensor
     """[T, depth + unit] int32: physical slots of a row's own keys."""
+    by_leaf: Tensor
+    """[T] int32: whether the row's sequence is owned by leaves, if the launch leaves it open."""
     max_rows: int
     """Most rows of a sequence, now and in every replay."""
     length: int
@@ -91,11 +94,13 @@ class TritonBackend:
             sequences=torch.empty(call.num_sequences, 8, **ints),
             limits=torch.empty(capacity, **ints),
             own_slots=torch.empty(capacity, partition.depth + partition.unit, **ints),
+            by_leaf=torch.empty(capacity, **ints),
             max_rows=max((b - a for a, b in pairwise(starts)), default=0),
             length=max(call.kv_len_host, default=0),
         )
         if plan.max_rows == 0:
             return plan
+        rows = plan.max_rows * num_query_heads // num_kv_heads
         plan_rows[(call.num_sequences, plan.max_rows)](
             call.page_table.contiguous(),
             call.q_start,
@@ -107,15 +112,27 @@ class TritonBackend:
             plan.sequences,
             plan.limits,
             plan.own_slots,
+            plan.by_leaf,
             call.window or 0,
             call.page_table.shape[1],
             0 if ancestors is None else ancestors.shape[1],
+            call.num_sequences,
+            *balance(
+                rows,
+                num_kv_heads,
+                head_dim,
+                partition,
+                wide=rows > MANY_ROWS and is_hopper(call.page_table.device),
+            ),
+            IS_BATCH=call.num_sequences > 1,
             IS_TREE=ancestors is not None,
             HAS_VALID=call.valid is not None,
             HAS_WINDOW=call.window is not None,
             PAGE=page_size,
             DEPTH=partition.depth,
             UNIT=partition.unit,
+            TILE=partition.tile,
+            GROUPS=partition.groups,
             num_warps=1,
         )
         return plan
@@ -160,30 +177,32 @@ class TritonBackend:
             plan.length,
             partition,
             quantised=scales is not None,
+            can_be_wide=can_be_wide(call, q, pages, partition.tile),
             pdl=supports_pdl(q.device),
         )
-        shared = {
+        divided = {
             "HEADS": num_kv_heads,
             "GROUP": group,
             "DIM": head_dim,
-            "DIM_PAD": triton.next_power_of_2(head_dim),
             "PAGE": page_size,
-            "CODE": 0 if scales is None else (2 if pages.dtype == torch.uint8 else 1),
-            "GAIN": GAINS.get(pages.dtype, 1),
-        }
-        divided = {
             "BLOCK_N": partition.tile,
             "GROUPS": partition.groups,
             "LEAVES": partition.leaves,
-            "WHOLE_GROUP": launch.whole_group,
+            "OWNER": OWNERS[launch.owner],
+            "PDL": launch.pdl,
+            **({"launch_pdl": True} if launch.pdl else {}),
+        }
+        stored = {
+            "DIM_PAD": triton.next_power_of_2(head_dim),
+            "CODE": 0 if scales is None else (2 if pages.dtype == torch.uint8 else 1),
+            "GAIN": GAINS.get(pages.dtype, 1),
         }
         gathered = {
             "NODES": launch.nodes,
             "BLOCK_M": max(16, triton.next_power_of_2(launch.nodes * group)),
             "SPAN": partition.depth + partition.unit,
         }
-        chained = {"launch_pdl": True} if launch.pdl else {}
-        parts = partition.groups * (1 if launch.whole_group else partition.leaves)
+        parts = partition.groups * (1 if launch.owner == "group" else partition.leaves)
         # The last part holds a row's own keys.
         partials = self._partials(parts + 1, q.shape[0] * num_heads, head_dim, q.device)
         factor = call.score_scale(head_dim) * math.log2(math.e)
@@ -192,32 +211,50 @@ class TritonBackend:
         if scales is None:
             scales = pages
         strides = (partials[0].shape[1], q.stride(0), *pages.stride()[:4], *scales.stride()[:4])
-        blocks = triton.cdiv(plan.max_rows * group, launch.block_m)
-        attend_past[(blocks, call.num_sequences * num_kv_heads, parts)](
-            q,
-            pages,
-            scales,
-            call.page_table.contiguous(),
-            plan.sequences,
-            plan.limits,
-            _or(call.valid, call),
-            _or(call.q_pos, call),
-            _or(call.page_pos, call),
-            *partials,
-            factor,
-            call.window or 0,
-            call.page_table.shape[1],
-            *strides,
-            BLOCK_M=launch.block_m,
-            HAS_VALID=call.valid is not None,
-            HAS_WINDOW=call.window is not None,
-            PDL=launch.pdl,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            **divided,
-            **shared,
-            **chained,
-        )
+        page_table, rows = call.page_table.contiguous(), plan.max_rows * group
+        if launch.wide:
+            assert can_be_wide(call, q, pages, partition.tile)
+            attend_wide(
+                q,
+                pages,
+                page_table,
+                plan.sequences,
+                plan.limits,
+                partials,
+                factor,
+                rows,
+                parts,
+                **divided,
+            )
+        else:
+            blocks = triton.cdiv(rows, launch.block_m)
+            pairs = call.num_sequences * num_kv_heads
+            planes = parts
+            if launch.owner == "either":
+                planes = partition.groups + triton.cdiv(RESIDENT, blocks * pairs)
+            attend_past[(blocks, pairs, planes)](
+                q,
+                pages,
+                scales,
+                page_table,
+                plan.sequences,
+                plan.limits,
+                _or(call.valid, call),
+                _or(call.q_pos, call),
+                _or(call.page_pos, call),
+                *partials,
+                factor,
+                call.window or 0,
+                call.page_table.shape[1],
+                *strides,
+                BLOCK_M=launch.block_m,
+                HAS_VALID=call.valid is not None,
+                HAS_WINDOW=call.window is not None,
+                num_warps=launch.num_warps,
+                num_stages=launch.num_stages,
+                **divided,
+                **stored,
+            )
         merge_rows[(triton.cdiv(q.shape[0], launch.nodes), num_kv_heads)](
             q,
             pages,
@@ -225,6 +262,7 @@ class TritonBackend:
             call.q_start,
             plan.limits,
             plan.own_slots,
+            plan.by_leaf,
             *partials,
             out,
             lse,
@@ -232,38 +270,16 @@ class TritonBackend:
             call.num_sequences,
             *strides,
             ROWS=triton.next_power_of_2(launch.nodes * group),
-            PDL=launch.pdl,
             num_warps=4,
             num_stages=1,
             **gathered,
             **divided,
-            **shared,
-            **chained,
+            **stored,
         )
         kind = str(pages.dtype).removeprefix("torch.")
-        owner = "group" if launch.whole_group else "leaf"
-        self.kernel = f"attend_past-{kind}-d{head_dim}-m{launch.block_m}-{partition}-{owner}"
+        name = "wide" if launch.wide else f"m{launch.block_m}"
+        self.kernel = f"attend_past-{kind}-d{head_dim}-{name}-{partition}-{launch.owner}"
         return out, lse
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pages: Tensor,
-        entries: Tensor,
-        start: int,
-        num_rows: int,
-        *,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """One layer of a prompt chunk. Arguments as in `triton_prefill.attend_chunk`."""
-        self.calls += 1
-        library = library_for(q.device, q.dtype, q.shape[-1])
-        self.kernel = f"prefill-{library}"
-        return attend_chunk(
-            q, k, v, pages, entries, start, num_rows, scales=scales, library=library
-        )
 
     def _partials(
         self, parts: int, rows: int, head_dim: int, device: torch.device
@@ -309,8 +325,3 @@ def _expect_served(q: Tensor, pages: Tensor) -> None:
             f"Backend triton: the tensors are on {q.device}, not on a CUDA device.",
             hint="Use --device cuda.",
         )
-
-
-def supports_pdl(device: torch.device) -> bool:
-    """Whether kernels can start before the one they depend on has ended: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,12 +1,9 @@
-"""Attention of a prompt chunk, by a library's kernels over gathered keys. Knows tensors and slots.
+"""Prompt chunks: where their edges lie, and the attention of their rows over pages.
 
-A chunk is C rows of one sequence behind `start` stored slots. Its shape, the place of a row in it
-and `start` depend on the logical position alone, and so do the launches made here: a row has the
-same bits whenever the chunk is computed again, whatever stands in the rows that are padding.
-
-cuDNN is the fastest here, but builds a plan for every new shape. So it gets shapes from a short
-list: whole blocks of history, and a chunk that begins at the edge of one. FlashAttention takes the
-rest.
+A chunk is C rows of one sequence behind `start` stored slots. Its shape and the place of a row in
+it depend on the logical position alone, and so do the launches made for it: a row has the same bits
+whenever the chunk is computed again, whatever stands in the rows that are padding. Lengths are read
+on the device, so that one captured graph serves every `start`.
 """
 
 # Kernel bodies are not Python to a type checker.
@@ -15,114 +12,91 @@ rest.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FIRST_ROWS, LAST_ROWS = 128, 2048
-"""Rows of the first chunk of a run, and of all from `LAST_ROWS` ids on. Part of the bits."""
-BLOCK = 2048
-"""Slots of a block of history. Part of the bits."""
-CUDNN_ROWS = 1024
-"""Rows of a chunk from which cuDNN is asked. Part of the bits."""
-NUMERICS = f"chunks-1-{FIRST_ROWS}-{LAST_ROWS}-{BLOCK}-{CUDNN_ROWS}"
+from chatkv.models.launch_options import EXACT, pdl_options
+
+NUMERICS = "chunks-2"
+"""Names the bits: of the rules below, of the kernel, and of the products of `Layers.chunk`."""
+ROWS_A_PROGRAM = 64
+KEYS_A_TURN = 64
+EMPTY_MAX = tl.constexpr(-1e30)
+"""Maximum of no keys: finite, so that a row of padding is no NaN."""
 
 
-def chunk_of(offset: int) -> tuple[int, int]:
-    """(first, rows) of the chunk that holds the id `offset` ids into its run.
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """Rows of the chunks of a run of given ids: `first`, then as many as before it, up to `last`.
 
-    Chunks double, so that a short prompt pays for a short chunk: a chunk is always run whole.
+    A short prompt pays for a short chunk: a chunk is always run whole.
     """
-    if offset < FIRST_ROWS:
-        return 0, FIRST_ROWS
-    rows = min(LAST_ROWS, 1 << (offset.bit_length() - 1))
-    return offset // rows * rows, rows
+
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, hidden_size: int) -> Chunking:
+        """The rule of a model: where rows cost little, few chunks count more than little padding.
+
+        `NUMERICS` names this rule.
+        """
+        return cls(512, 4096) if hidden_size <= 1024 else cls(256, 2048)
+
+    def chunk_of(self, offset: int) -> tuple[int, int]:
+        """(first, rows) of the chunk that holds the id `offset` ids into its run."""
+        if offset < self.first:
+            return 0, self.first
+        rows = min(self.last, 1 << (offset.bit_length() - 1))
+        return offset // rows * rows, rows
 
 
-def gather(pages: Tensor, table: Tensor, stop: int, slots: int) -> Tensor:
-    """Keys and values of the first slots of a sequence, in order.
-
-    Args:
-        pages: [P, 2, HK, S, D] of one layer, contiguous.
-        table: [>= ceil(stop / S)] int32 page ids.
-        stop: Slots that hold something; what follows reads as zeros.
-        slots: Slots in all.
-
-    Returns:
-        [2, HK, slots, D].
-    """
-    _, kinds, heads, size, dim = pages.shape
-    out = torch.empty(kinds, heads, slots, dim, dtype=pages.dtype, device=pages.device)
-    _gather[(triton.cdiv(slots, size), kinds * heads)](
-        pages,
-        table,
-        out,
-        stop,
-        slots,
-        LINES=kinds * heads,
-        PAGE=size,
-        DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return out
-
-
-def gather_plain(pages: Tensor, table: Tensor, stop: int, slots: int) -> Tensor:
-    size = pages.shape[3]
-    out = pages.new_zeros(2, pages.shape[2], slots, pages.shape[4])
-    slot = torch.arange(stop, device=pages.device)
-    found = pages[table.long()[slot // size], :, :, slot % size]
-    out[:, :, :stop] = found.permute(1, 2, 0, 3)
-    return out
-
-
-@triton.jit(do_not_specialize=["stop", "slots"])
-def _gather(
-    pages, table, out, stop, slots,
-    LINES: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-):  # fmt: skip
-    entry = tl.program_id(0)
-    line = tl.program_id(1)
-    slot = entry * PAGE + tl.arange(0, PAGE)
-    at = tl.arange(0, DIM_PAD)[None, :]
-    page = tl.load(table + tl.minimum(entry, tl.cdiv(stop, PAGE) - 1)).to(tl.int64)
-    source = pages + ((page * LINES + line) * PAGE + tl.arange(0, PAGE))[:, None] * DIM + at
-    rows = tl.load(source, mask=(slot < stop)[:, None] & (at < DIM), other=0.0)
-    target = out + (line * slots.to(tl.int64) + slot)[:, None] * DIM + at
-    tl.store(target, rows, mask=(slot < slots)[:, None] & (at < DIM))
-
-
-def attend_chunk(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> Tensor:
-    """Each row sees all slots up to its own.
+def attend_chunk(
+    q: Tensor, pages: Tensor, table: Tensor, span: Tensor, out: Tensor, *, pdl: bool = False
+) -> None:
+    """Attention of the rows of one chunk: each sees all slots up to its own.
 
     Args:
         q: [C, HQ, D], the rows of slots start to start + C.
-        keys, values: [HK, start + C, D]. Rows that are padding hold anything finite.
-
-    Returns:
-        [C, HQ, D].
+        pages: [P, 2, HK, S, D] of one layer, contiguous, the new rows stored.
+        table: [M] int32 page ids of the sequence.
+        span: [3] int32 on the device: start, the first new slot, the end of the new slots. Other
+            rows are padding; slots behind the end are not read.
+        out: [C, HQ, D], filled but for blocks of nothing but padding. May be q.
     """
-    if q.device.type != "cuda":
-        return attend_chunk_plain(q, keys, values, start, scale)
-    rows = len(q)
-    queries = q.transpose(0, 1)[None]
-    edge = start // BLOCK * BLOCK if rows >= CUDNN_ROWS else 0
-    own_keys, own_values = keys[None, :, edge:], values[None, :, edge:]
-    if rows >= CUDNN_ROWS and edge == start:
-        own, own_lse = _cudnn(queries, own_keys, own_values, True, scale)
-    else:
-        own, own_lse = _flash(queries, own_keys, own_values, scale)
-    own = own[0].transpose(0, 1)
-    if not edge:
-        return own
-    old, old_lse = _cudnn(queries, keys[None, :, :edge], values[None, :, :edge], False, scale)
-    return join_rows(old[0].transpose(0, 1), old_lse, own, own_lse)
+    rows, heads, dim = q.shape
+    kv_heads, page = pages.shape[2:4]
+    _attend[(heads, triton.cdiv(rows, ROWS_A_PROGRAM))](
+        q,
+        pages,
+        table,
+        span,
+        out,
+        rows,
+        dim**-0.5 * math.log2(math.e),
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim),
+        PAGE=page,
+        BLOCK_M=ROWS_A_PROGRAM,
+        BLOCK_N=min(KEYS_A_TURN, page),
+        PDL=pdl,
+        num_warps=4 if dim <= 128 else 8,
+        num_stages=3 if dim <= 128 else 2,
+        **EXACT,
+        **pdl_options(pdl),
+    )
 
 
 def attend_chunk_plain(q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> Tensor:
+    """The same from keys and values [HK, start + C, D]."""
     group = q.shape[1] // len(keys)
     rows = torch.arange(len(q), device=q.device)[:, None] + start
     seen = torch.arange(keys.shape[1], device=q.device)[None, :] <= rows
@@ -132,76 +106,75 @@ def attend_chunk_plain(q: Tensor, keys: Tensor, values: Tensor, start: int, scal
     return out.to(q.dtype)
 
 
-def _cudnn(
-    q: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """[1, HQ, C, D] and its log-sum-exp [HQ, C]."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, keys, values, None, True, 0.0, causal, False, scale=scale
-    )
-    return out, lse.reshape(q.shape[1], q.shape[2])
-
-
-def _flash(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal; the last row sees the last slot."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, keys, values, 0.0, True, False, scale=scale
-    )
-    return out, lse.reshape(q.shape[1], q.shape[2])
-
-
-def join_rows(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:
-    """Attention over two sets of keys from that over each.
-
-    Args:
-        a, b: [C, HQ, D].
-        a_lse, b_lse: [HQ, C] float32, natural logarithm.
-
-    Returns:
-        [C, HQ, D], contiguous.
-    """
-    rows, heads, dim = a.shape
-    out = torch.empty(rows, heads, dim, dtype=a.dtype, device=a.device)
-    _join[(rows, heads)](
-        a,
-        b,
-        a_lse,
-        b_lse,
-        out,
-        rows,
-        *a.stride()[:2],
-        *b.stride()[:2],
-        HEADS=heads,
-        DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
-    return out
-
-
-def join_rows_plain(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:
-    total = torch.logaddexp(a_lse, b_lse)
-    first, second = ((lse - total).exp().T[..., None] for lse in (a_lse, b_lse))
-    return (a.float() * first + b.float() * second).to(a.dtype)
-
-
 @triton.jit
-def _join(
-    a, b, a_lse, b_lse, out, rows, stride_a, stride_a_head, stride_b, stride_b_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+def _fold(scores, values, row_max, row_sum, acc, factor):
+    """An online softmax with the keys of one more turn."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    minus_max = -(new_max * factor)
+    # Not fused with the product above: exactly 1 where the maximum stays, so that a turn in which a
+    # row sees nothing changes nothing.
+    weight = tl.exp2((row_max - new_max) * factor)
+    p = tl.exp2(tl.fma(scores, factor, minus_max[:, None]))
+    row_sum = tl.fma(row_sum, weight, tl.sum(p, 1))
+    acc = tl.dot(p.to(values.dtype), values, acc * weight[:, None], input_precision="ieee")
+    return new_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _attend(
+    q, pages, table, span, out, rows, factor,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    at = tl.arange(0, DIM_PAD)
-    inside = at < DIM
-    first = tl.load(a_lse + head * rows + row)
-    second = tl.load(b_lse + head * rows + row)
-    top = tl.maximum(first, second)
-    first = tl.exp2((first - top) * 1.4426950408889634)
-    second = tl.exp2((second - top) * 1.4426950408889634)
-    x = tl.load(a + row * stride_a + head * stride_a_head + at, mask=inside, other=0.0)
-    y = tl.load(b + row * stride_b + head * stride_b_head + at, mask=inside, other=0.0)
-    mixed = (x.to(tl.float32) * first + y.to(tl.float32) * second) / (first + second)
-    target = out + (row * HEADS + head) * DIM + at
-    tl.store(target, mixed.to(out.dtype.element_ty), mask=inside)
+    """A program takes a block of rows of one query head, the longest first.
+
+    Turns of BLOCK_N slots lie at fixed places and follow one another. Where a turn is masked for a
+    row it changes nothing, so a row's bits depend on its slot and what it sees.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    start = tl.load(span)
+    stop = tl.load(span + 2)
+    begin = start + block * BLOCK_M
+    if (begin >= stop) | (begin + BLOCK_M <= tl.load(span + 1)):
+        return
+    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DIM_PAD)
+    lane = tl.arange(0, BLOCK_N)
+    is_data = (m < rows)[:, None] & (d < DIM)[None, :]
+    at = (m.to(tl.int64)[:, None] * HEADS + head) * DIM + d[None, :]
+    queries = tl.load(q + at, mask=is_data, other=0.0)
+    KINDS: tl.constexpr = HEADS // GROUP * PAGE * DIM
+    pages += head // GROUP * (PAGE * DIM)
+    inner = lane[:, None] * DIM + d[None, :]
+
+    row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    whole = begin // BLOCK_N * BLOCK_N
+    for slot in tl.range(0, whole, BLOCK_N):
+        page = tl.load(table + slot // PAGE).to(tl.int64)
+        tile = pages + page * (2 * KINDS) + slot % PAGE * DIM + inner
+        if DIM == DIM_PAD:
+            keys = tl.load(tile)
+            values = tl.load(tile + KINDS)
+        else:
+            keys = tl.load(tile, mask=(d < DIM)[None, :], other=0.0)
+            values = tl.load(tile + KINDS, mask=(d < DIM)[None, :], other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        row_max, row_sum, acc = _fold(scores, values, row_max, row_sum, acc, factor)
+    for slot in tl.range(whole, tl.minimum(begin + BLOCK_M, stop), BLOCK_N):
+        page = tl.load(table + slot // PAGE).to(tl.int64)
+        tile = pages + page * (2 * KINDS) + slot % PAGE * DIM + inner
+        # What nobody wrote may be NaN, also where no row looks.
+        is_stored = (slot + lane < stop)[:, None] & (d < DIM)[None, :]
+        keys = tl.load(tile, mask=is_stored, other=0.0)
+        values = tl.load(tile + KINDS, mask=is_stored, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        scores = tl.where((slot + lane)[None, :] <= (start + m)[:, None], scores, float("-inf"))
+        row_max, row_sum, acc = _fold(scores, values, row_max, row_sum, acc, factor)
+    result = acc / row_sum[:, None]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=is_data)

@@ -11,13 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from chatkv.attention.triton_tree import TritonBackend
 from chatkv.kv.pool import PagePool
-from chatkv.models import chunks
 from chatkv.models.catalog import ModelFile
-from chatkv.models.cuda_layers import CONTEXT_LIMIT, PAGE_SIZE, Layers, Linear, Room, Rows
+from chatkv.models.chunk_graphs import ChunkGraphs
+from chatkv.models.cuda_layers import CONTEXT_LIMIT, PAGE_SIZE, Layers, Linear
 from chatkv.models.cuda_load import expect_exact_attention, load_weights, numerics_of
 from chatkv.models.cuda_logits import DeviceLogits
 from chatkv.models.dense import HEADROOM_BYTES, DenseWeights
@@ -66,8 +65,7 @@ class CudaDecoder:
         self.backend = TritonBackend()
         self.layers = Layers(replace(weights, spec=spec), self.backend, linear)
         self.graphs = StepGraphs(self.layers, capture=capture)
-        self._chunk_rooms: dict[int, Room] = {}
-        self._last = self.layers.room(ROWS[0])
+        self.chunks = ChunkGraphs(self.layers, capture=capture)
         if checked:
             expect_exact_attention(self.backend, spec, weights)
             self.layers.pieces = check_rows(self.layers, CHECKED_ROWS)
@@ -141,7 +139,13 @@ class CudaDecoder:
 
     def chunk(self, offset: int) -> tuple[int, int]:
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
-        return chunks.chunk_of(offset)
+        return self.chunks.chunking.chunk_of(offset)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Keep the residual behind these layers, counted from 1. Raises ValueError."""
+        if not all(1 <= layer <= self.spec.num_layers for layer in layers):
+            raise ValueError(f"Layers {list(layers)} of {self.spec.num_layers}.")
+        self.graphs.tap(tuple(layers))
 
     def step(self, batch: ForwardBatch, pool: PagePool) -> DeviceLogits:
         """Run new rows through the model and store their keys and values.
@@ -176,38 +180,12 @@ class CudaDecoder:
             raise ValueError(
                 f"{len(tokens)} tokens at row {first} of a chunk of {chunk_rows} rows."
             )
-        # All rows are run, the known and the missing ones as padding: one shape, the same bits.
-        ids = np.zeros(chunk_rows, np.int32)
-        ids[first:stop] = tokens
+        ids = np.array(tokens, np.int32)
         self._expect_ids(ids)
-        own = np.full(chunk_rows, -1, np.int64)
-        own[first:stop] = slots
-        positions = np.minimum(start + np.arange(chunk_rows), known + len(tokens) - 1)
-        room = self._chunk_room(chunk_rows)
-        rows = Rows(self._send(ids), self._send(positions.astype(np.int32)), self._send(own))
-        table = self._send(np.ascontiguousarray(entries, np.int32))
-        self.layers.chunk(rows, pool, room, table=table, start=start, stop=start + stop)
-        if not want_logits:
-            return None
-        self._last.hidden[0] = room.hidden[stop - 1]
-        self.layers.head(self._last)
-        return self._last.logits[0].cpu().numpy().copy()
-
-    def _chunk_room(self, rows: int) -> Room:
-        """Buffers of a chunk; all sizes share those of the largest so far."""
-        largest = max(self._chunk_rooms, default=0)
-        if rows > largest:
-            self._chunk_rooms.clear()
-            self._chunk_rooms[rows] = self.layers.room(rows, with_logits=False, chunk=True)
-            largest = rows
-        return self._chunk_rooms[largest].first(rows)
-
-    def _send(self, values: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(values)
-        if self.layers.device.type == "cuda":
-            tensor = tensor.pin_memory().to(self.layers.device, non_blocking=True)
-        return tensor
+        self.chunks.run(chunk_rows, ids, slots, entries, start, known, pool)
+        return self.chunks.logits() if want_logits else None
 
     def _expect_ids(self, tokens: np.ndarray) -> None:
-        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self.spec.vocab_size:
+        # As unsigned numbers, negative ones are too large.
+        if not len(tokens) or tokens.view(np.uint32).max() >= self.spec.vocab_size:
             raise ValueError(f"No tokens, or an id outside 0 to {self.spec.vocab_size - 1}.")

@@ -21,9 +21,10 @@ from chatkv.kv.pool import PagePool
 from chatkv.models import fused_triton as fused
 from chatkv.models import skinny_tiles
 from chatkv.models import skinny_triton as skinny
-from chatkv.models.chunks import attend_chunk, gather
+from chatkv.models.chunks import attend_chunk
 from chatkv.models.dense import DenseLayer, DenseWeights
-from chatkv.models.fused_triton import Rotary, Scaled
+from chatkv.models.fused_triton import Scaled
+from chatkv.models.heads_triton import Rotary, rotate_rows
 from chatkv.models.spec import ModelSpec
 
 Linear = Literal["triton", "library"]
@@ -31,6 +32,9 @@ NARROW = 1024
 """Widest residual that is normed inside the products around it. Part of the bits."""
 CHUNK_HEADS = 8
 """Heads of one program while a chunk is rotated. Part of the bits where heads are normed."""
+PDL_ROWS = 512
+"""Rows of a chunk up to which kernels start early: where a kernel fills the device, those that wait
+for it are in its way."""
 PAGE_SIZE = 64
 """Slots of a page on a device."""
 CONTEXT_LIMIT = 1 << 17
@@ -50,7 +54,7 @@ class Rows:
     slots: Tensor
     """[T] int64 physical; -1 stores nothing."""
     call: AttentionCall | None = None
-    """None in a prompt chunk, which attends through the library."""
+    """None in a prompt chunk, which has an attention of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,15 @@ class Room:
     """[T, I]."""
     logits: Tensor
     """[T, V] float32."""
+    tapped: Tensor
+    """[taps, T, H] float32, the residual behind the layers that are tapped."""
 
     def first(self, rows: int) -> Room:
         """The same buffers for fewer rows. Not for products in parts."""
         return Room(
             self.hidden[:rows], self.x[:rows], self.squares[:rows], self.qkv[:rows], self.q[:rows],
             self.parts, self.gate_up[:rows], self.act[:rows], self.logits[:rows],
+            self.tapped[:, :rows],
         )  # fmt: skip
 
 
@@ -99,6 +106,8 @@ class Layers:
         self.weights = weights
         self.backend = backend
         self.linear: Linear = linear
+        self.taps: tuple[int, ...] = ()
+        """Layers, counted from 1, whose residual a step leaves in `Room.tapped`."""
         self.pieces: Mapping[tuple[int, int, int], int] = {}
         """(rows, outputs, inputs) -> rows that may go through the library at once: `row_check`."""
         self.spec = spec = weights.spec
@@ -146,6 +155,7 @@ class Layers:
             gate_up=torch.zeros(0 if own else rows, 2 * spec.intermediate_size, **like),
             act=torch.zeros(rows, spec.intermediate_size, **like),
             logits=torch.zeros(rows if with_logits else 0, spec.vocab_size, **floats),
+            tapped=torch.zeros(len(self.taps) if with_logits else 0, rows, hidden, **floats),
         )
 
     def step(self, rows: Rows, pool: PagePool, room: Room, *, want_logits: bool) -> None:
@@ -166,6 +176,8 @@ class Layers:
                 self.multiply(room.x, layer.gate_up, room.gate_up)
                 fused.gate_rows(room.gate_up, room.act, pdl=self.pdl)
             self._add(room.act, layer.down, self._norms[2 * place + 2], room)
+            if want_logits and place + 1 in self.taps:
+                room.tapped[self.taps.index(place + 1)].copy_(room.hidden)
         if not want_logits:
             return
         if self.linear == "triton":
@@ -200,7 +212,7 @@ class Layers:
             skinny.project(x, layer.qkv, room.qkv, pdl=self.pdl)
         else:
             self.multiply(room.x, layer.qkv, room.qkv)
-        fused.rotate_rows(
+        rotate_rows(
             room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages, pdl=self.pdl
         )
 
@@ -220,9 +232,9 @@ class Layers:
         fused.norm_rows(room.hidden, delta, norm, eps, room.x, pdl=self.pdl)
 
     def head(self, room: Room) -> None:
-        """Logits of a residual that stands in a room."""
+        """Logits of what `chunk` left, in a room of a step."""
         weights = self.weights
-        fused.norm_rows(room.hidden, None, weights.norm, self.spec.norm_eps, room.x)
+        fused.norm_rows(room.hidden, room.x, weights.norm, self.spec.norm_eps, room.x)
         if self.linear == "triton":
             skinny.project(room.x, weights.head, room.logits)
         else:
@@ -235,38 +247,32 @@ class Layers:
         for first in range(0, rows, size):
             library_product(x[first : first + size], weight, out[first : first + size])
 
-    def chunk(
-        self, rows: Rows, pool: PagePool, room: Room, *, table: Tensor, start: int, stop: int
-    ) -> None:
-        """Run the rows of one prompt chunk behind `start` stored slots; leaves the residual.
+    def chunk(self, rows: Rows, pool: PagePool, room: Room, table: Tensor, span: Tensor) -> None:
+        """Run the rows of one prompt chunk; the residual and what is to be added stay in the room.
 
         Args:
             rows: All rows of the chunk, padding included. Their call is not read.
-            table: Page ids of the sequence, int32.
-            stop: Slots that hold something once the new rows are stored.
+            table, span: As in `chunks.attend_chunk`.
         """
-        eps, scale = self.spec.norm_eps, self.spec.head_dim**-0.5
-        fused.embed_rows(rows.tokens, self.weights.embedding, room.hidden)
+        eps, pdl = self.spec.norm_eps, self.pdl and len(rows.tokens) <= PDL_ROWS
+        fused.embed_rows(rows.tokens, self.weights.embedding, room.hidden, pdl=pdl)
         delta: Tensor | None = None
         for layer, rotary, pages in zip(
             self.weights.layers, self._rotaries, pool.data, strict=True
         ):
-            fused.norm_rows(room.hidden, delta, layer.attention_norm, eps, room.x)
+            fused.norm_rows(room.hidden, delta, layer.attention_norm, eps, room.x, pdl=pdl)
             library_product(room.x, layer.qkv, room.qkv)
-            fused.rotate_rows(
+            rotate_rows(
                 room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages,
-                heads_a_program=CHUNK_HEADS,
+                heads_a_program=CHUNK_HEADS, pdl=pdl,
             )  # fmt: skip
-            keys, values = gather(pages, table, stop, start + len(rows.tokens))
-            attended = attend_chunk(room.q, keys, values, start, scale)
-            library_product(attended.reshape(len(attended), -1), layer.o, room.x)
-            fused.norm_rows(room.hidden, room.x, layer.feed_norm, eps, room.x)
+            attend_chunk(room.q, pages, table, span, room.q, pdl=pdl)
+            library_product(room.q.flatten(1), layer.o, room.x)
+            fused.norm_rows(room.hidden, room.x, layer.feed_norm, eps, room.x, pdl=pdl)
             library_product(room.x, layer.gate_up, room.gate_up)
-            fused.gate_rows(room.gate_up, room.act)
+            fused.gate_rows(room.gate_up, room.act, pdl=pdl)
             delta = room.x
             library_product(room.act, layer.down, delta)
-        assert delta is not None, "a model has layers"
-        room.hidden.add_(delta)
 
     def _rotary_of_layers(self) -> list[Rotary]:
         spec = self.spec

@@ -1,17 +1,16 @@
 """`StepLogits` that stay on the device: all rows pick at once, and only ids come back.
 
-Knows a captured step and the samplers of its sequences; no tree.
+A row whose sampler edits it first (penalties, a grammar) comes to the host when it is asked for,
+and is picked there: the host's pick has the device's bits. Knows a captured step and the samplers
+of its sequences; no tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from chatkv.models.graphs import CapturedStep
 from chatkv.models.logits import KeptRow, owners, wanted_rows
@@ -19,16 +18,6 @@ from chatkv.models.model import ForwardBatch
 from chatkv.sampling import Sampler
 from chatkv.sampling_plain import check
 from chatkv.sampling_triton import settings_of
-
-
-class DeviceRow:
-    """[V] float32 on the device; comes to the host when numpy asks."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.values.cpu().numpy().astype(dtype or np.float32, copy=False)
 
 
 class DeviceLogits:
@@ -43,33 +32,38 @@ class DeviceLogits:
         self._step, self._batch = step, batch
         self._generation = step.generation
         self._rows = wanted_rows(batch)
+        self._owners: list[int] = []
+        self._samplers: Sequence[Sampler] = ()
         self._picked: list[int] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def wait(self) -> None:
-        if self._step.layers.device.type == "cuda":
-            torch.cuda.current_stream(self._step.layers.device).synchronize()
+        self._step.inputs.wait()
 
     def sample(self, samplers: Sequence[Sampler]) -> None:
-        """Pick for all wanted rows; returns when the ids are here."""
+        """Pick for all wanted rows that are not edited; returns when the ids are here."""
         self._check_current()
+        self._samplers, self._owners = samplers, owners(self._batch)
+        if all(sampler.edits_rows for sampler in samplers):
+            self.wait()
+            return
         step, settings = self._step, self._step.settings.begin()
         count = 0
-        for row, owner in zip(self._rows, owners(self._batch), strict=True):
-            position = int(self._batch.positions[row]) + 1
+        for row, owner in zip(self._rows, self._owners, strict=True):
             settings["integers"][row], settings["floats"][row] = settings_of(
-                samplers[owner].params, position
+                samplers[owner].params, self._place(row)
             )
             count = max(count, row + 1)
         settings["rows"][0] = count
-        step.pick()
-        ids = step.picks.out[:count].tolist()
+        ids = step.pick()
         self._picked = [ids[row] for row in self._rows]
 
     def pick(self, row: int, history: Sequence[int] = ()) -> int:
-        del history
+        sampler = self._samplers[self._owners[row]]
+        if sampler.edits_rows:
+            return sampler.pick(self.row(row), history, self._place(self._rows[row])).token
         token = self._picked[row]
         if token < 0:
             check(float("nan"))
@@ -81,7 +75,15 @@ class DeviceLogits:
 
     def keep(self, row: int) -> KeptRow:
         self._check_current()
-        return DeviceRow(self._step.room.logits[self._rows[row]].clone())
+        return self._step.keep(self._rows[row])
+
+    def features(self, row: int) -> KeptRow:
+        self._check_current()
+        return self._step.features(self._rows[row])
+
+    def _place(self, row: int) -> int:
+        """Position of the token that comes behind a row of the batch."""
+        return int(self._batch.positions[row]) + 1
 
     def _check_current(self) -> None:
         assert self._step.generation == self._generation, "these logits were overwritten by a step"

@@ -70,6 +70,8 @@ class Decoder:
         self._joined = _rows(rows, heads * dim)
         self._acts = _rows(rows, spec.intermediate_size)
         self._room = np.empty((0, spec.vocab_size), np.float32)
+        self._taps: dict[int, int] = {}
+        self._tapped = np.empty((0, rows, spec.hidden_size), np.float32)
 
     @classmethod
     def load(
@@ -117,6 +119,13 @@ class Decoder:
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
         return offset // self.chunk_tokens * self.chunk_tokens, self.chunk_tokens
 
+    def tap(self, layers: Sequence[int]) -> None:
+        """Keep the residual behind these layers, counted from 1. Raises ValueError."""
+        if not all(1 <= layer <= self.spec.num_layers for layer in layers):
+            raise ValueError(f"Layers {list(layers)} of {self.spec.num_layers}.")
+        self._taps = {layer: place for place, layer in enumerate(layers)}
+        self._tapped = np.zeros((len(layers), *self._tapped.shape[1:]), np.float32)
+
     def step(self, batch: ForwardBatch, pool: PagePool) -> HostLogits:
         """Run new rows through the model and store their keys and values.
 
@@ -134,7 +143,7 @@ class Decoder:
         logits = self._forward(
             batch.tokens, batch.positions, batch.slots, batch.call, pool, batch.logit_rows
         )
-        return HostLogits(logits, batch)
+        return HostLogits(logits, batch, self._tapped if self._taps else None)
 
     def prefill(
         self,
@@ -201,6 +210,7 @@ class Decoder:
             self._before(layer, rows, cos, sin, slots, q, pages[layer])
             self.backend.attend_rows(plan, q, pages[layer], attended)
             self._after(layer, rows, attended)
+            self._keep_tap(layer + 1, rows)
         self._before(last, rows, cos, sin, slots, q, pages[last])
         if wanted is not None and not len(wanted):
             return self._logits(0)
@@ -209,8 +219,14 @@ class Decoder:
             # Keys and values are stored; only rows whose logits are wanted have more to do.
             rows, attended = len(wanted), attended[wanted]
             self._hidden[:rows] = self._hidden[wanted]
+            self._tapped[:, :rows] = self._tapped[:, wanted]
         self._after(last, rows, attended)
+        self._keep_tap(last + 1, rows)
         return self._logits(rows)
+
+    def _keep_tap(self, layer: int, rows: int) -> None:
+        if layer in self._taps:
+            self._tapped[self._taps[layer], :rows] = self._hidden[:rows]
 
     def _start(self, tokens: np.ndarray) -> None:
         if min(tokens) < 0 or max(tokens) >= self.spec.vocab_size:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -57,6 +58,23 @@ class Bucket:
         )
 
 
+class DeviceRow:
+    """[V] float32 on the device; comes to the host when numpy asks.
+
+    It is copied only if somebody still holds it when its step runs again.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def leave(self) -> None:
+        """Its place is about to be overwritten."""
+        self.values = self.values.clone()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.values.cpu().numpy().astype(dtype or np.float32, copy=bool(copy))
+
+
 class CapturedStep:
     """One bucket: its inputs, its buffers, and its two graphs (the step, and the picking).
 
@@ -74,6 +92,7 @@ class CapturedStep:
         self._pick_graph: torch.cuda.CUDAGraph | None = None
         self.generation = 0
         """How many steps ran here; what an old step left is gone."""
+        self._kept: list[ref[DeviceRow]] = []
         count, device = bucket.sequences, layers.device
         limit = min(layers.spec.context_limit, CONTEXT_LIMIT) + SPARE_POSITIONS
         entries = pool.pages_for(limit)
@@ -100,6 +119,7 @@ class CapturedStep:
         )
         self.room = layers.room(bucket.rows, with_logits=bucket.want_logits)
         self.picks = PickRoom.of(**self.settings.device)
+        self._picked = torch.zeros(bucket.rows, dtype=ints, pin_memory=device.type == "cuda")
         there = self.inputs.device
         self.rows = Rows(
             tokens=there["tokens"],
@@ -118,6 +138,10 @@ class CapturedStep:
 
     def run(self, batch: ForwardBatch) -> None:
         """Run a batch that fits the bucket. Returns before the device is done."""
+        for kept in self._kept:
+            if (row := kept()) is not None:
+                row.leave()
+        self._kept.clear()
         self._fill(batch)
         self.inputs.send()
         self.generation += 1
@@ -126,17 +150,34 @@ class CapturedStep:
             return
         self._compute()
         if self._memory is not None:
-            self._step_graph = self._capture(self._compute)
+            self._step_graph = captured(self._compute, self._memory)
 
-    def pick(self) -> None:
-        """Pick a token for each row whose settings have been staged, into `picks.out`."""
+    def pick(self) -> list[int]:
+        """A token for each row of the bucket; rows without settings staged have any.
+
+        Returns when they are here.
+        """
         self.settings.send()
         if self._pick_graph is not None:
             self._pick_graph.replay()
-            return
-        self._choose()
-        if self._memory is not None:
-            self._pick_graph = self._capture(self._choose)
+        else:
+            self._choose()
+            if self._memory is not None:
+                self._pick_graph = captured(self._choose, self._memory)
+        self.settings.wait()
+        return self._picked.tolist()
+
+    def keep(self, row: int) -> DeviceRow:
+        """A row of logits that outlives the next run."""
+        kept = DeviceRow(self.room.logits[row])
+        self._kept.append(ref(kept))
+        return kept
+
+    def features(self, row: int) -> DeviceRow:
+        """The tapped residuals of a row, [taps, H]; they outlive the next run."""
+        kept = DeviceRow(self.room.tapped[:, row])
+        self._kept.append(ref(kept))
+        return kept
 
     def _compute(self) -> None:
         want_logits = self.bucket.want_logits
@@ -144,13 +185,7 @@ class CapturedStep:
 
     def _choose(self) -> None:
         pick_rows(self.room.logits, self.picks, pdl=self.layers.pdl)
-
-    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Record work that has run once: everything is compiled, and its results stand."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            work()
-        return graph
+        self._picked.copy_(self.picks.out, non_blocking=True)
 
     def _fill(self, batch: ForwardBatch) -> None:
         call, count = batch.call, len(batch.tokens)
@@ -187,6 +222,11 @@ class StepGraphs:
         self._pages: Tensor | None = None
         self._memory: Any | None = None
 
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Leave the residual behind these layers in the room of each step."""
+        self.layers.taps = layers
+        self._steps.clear()
+
     def run(self, batch: ForwardBatch, pool: PagePool) -> CapturedStep:
         """Run a batch over the pages of a pool; says where the results are.
 
@@ -204,6 +244,14 @@ class StepGraphs:
             step = self._steps[bucket] = CapturedStep(self.layers, pool, bucket, self._memory)
         step.run(batch)
         return step
+
+
+def captured(work: Callable[[], None], memory: Any) -> torch.cuda.CUDAGraph:
+    """A graph of work that has run once: everything is compiled, and its results stand."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        work()
+    return graph
 
 
 def _least(sizes: tuple[int, ...], needed: int, what: str) -> int:

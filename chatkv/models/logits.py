@@ -44,7 +44,8 @@ class StepLogits(Protocol):
         """The token that comes behind a row.
 
         Args:
-            history: Ids up to the row, for settings that look back. None does yet.
+            history: All ids up to the row, guessed ones included; not read unless the sampler
+                has `edits_rows`.
 
         Raises:
             ModelError: A logit is NaN, or the best one is infinite.
@@ -57,6 +58,10 @@ class StepLogits(Protocol):
 
     def keep(self, row: int) -> KeptRow:
         """A copy of a row that comes to the host when it is read."""
+        ...
+
+    def features(self, row: int) -> KeptRow:
+        """[layers, H] float32: a copy of the tapped residuals of a row, in order of the layers."""
         ...
 
 
@@ -80,10 +85,17 @@ class HostLogits:
     Args:
         logits: [wanted rows, V] float32; may be overwritten by the next step.
         batch: What was run.
+        taps: [layers, wanted rows, H] float32 of the layers that are tapped, likewise.
     """
 
-    def __init__(self, logits: npt.NDArray[np.float32], batch: ForwardBatch) -> None:
+    def __init__(
+        self,
+        logits: npt.NDArray[np.float32],
+        batch: ForwardBatch,
+        taps: npt.NDArray[np.float32] | None = None,
+    ) -> None:
         self.logits = logits
+        self._taps = taps
         self._batch = batch
         self._samplers: Sequence[Sampler] = ()
         self._owners: list[int] = []
@@ -110,3 +122,8 @@ class HostLogits:
 
     def keep(self, row: int) -> KeptRow:
         return self.logits[row].copy()
+
+    def features(self, row: int) -> KeptRow:
+        assert self._taps is not None, "no layer is tapped"
+        kept: Any = self._taps[:, row].copy()
+        return kept

@@ -87,6 +87,11 @@ class Model(Protocol):
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
         ...
 
+    def tap(self, layers: Sequence[int]) -> None:
+        """From the next step on, keep the residual behind these layers, counted from 1, for
+        `StepLogits.features`. None is kept at first: it costs a little."""
+        ...
+
     def step(self, batch: ForwardBatch, pool: PagePool) -> StepLogits:
         """Run the rows, store their K/V; the logits of the wanted rows.
 

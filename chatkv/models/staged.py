@@ -38,6 +38,8 @@ class Staged:
         self._target = torch.zeros(size, dtype=torch.uint8, device=device)
         if not is_cuda:
             self._target = self._source
+        # Looked up once: it is the same at every step, and asking takes longer than sending.
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None
         self._sent = torch.cuda.Event() if is_cuda else None
         self.host: dict[str, np.ndarray] = {}
         """Written by the caller between `begin` and `send`."""
@@ -59,4 +61,9 @@ class Staged:
         """Send everything, in order with the current stream; returns at once."""
         if self._sent is not None:
             self._target.copy_(self._source, non_blocking=True)
-            self._sent.record()
+            self._sent.record(self._stream)
+
+    def wait(self) -> None:
+        """Return when the device has done all that it was given."""
+        if self._stream is not None:
+            self._stream.synchronize()

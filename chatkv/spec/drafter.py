@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from chatkv.models.logits import KeptRow
 from chatkv.sampling import Sampler
 from chatkv.spec.tree import DraftTree, sanitize
 from chatkv.spec.verify import Accepted
@@ -25,10 +26,17 @@ class DraftContext:
     """All ids so far, user text included; read only. The last one is the root."""
     sampler: Sampler
     """Settings and noise: a drafter with a distribution ranks by score, not by logit."""
+    features: KeptRow | None = None
+    """[taps, H] float32: residuals of the row that chose the root, if a drafter taps layers. None
+    for the first token of a reply: it comes from a prompt, or a page."""
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. It may be wrong; it can never change the text."""
+    """Guesses what comes next. It may be wrong; it can never change the text.
+
+    One that has a true `wants_picks` is shown the tree that was run and the pick at each row. One
+    that has `taps`, layers counted from 1, finds their output in `DraftContext.features`.
+    """
 
     name: str
 
@@ -65,6 +73,10 @@ class GuardedDrafters:
     def __init__(self, drafters: Sequence[Drafter], *, vocab_size: int) -> None:
         self.drafters = tuple(drafters)
         self.vocab_size = vocab_size
+        self.taps = next((taps for d in drafters if (taps := getattr(d, "taps", ()))), ())
+        """Layers whose output some drafter reads."""
+        self.wants_picks = any(getattr(drafter, "wants_picks", False) for drafter in drafters)
+        """Whether some drafter learns from what the model picks behind wrong guesses too."""
         self.failures: list[str] = []
         self._off: set[tuple[str, int]] = set()
 
@@ -110,6 +122,7 @@ class GuardedDrafters:
 
             trees = self._try(drafter, [contexts[place].seq_id for place in asked], ask)
             for place, tree in zip(asked, trees or (), strict=False):
+                tree = _fitting(tree, contexts[place])
                 if len(tree) > 1:
                     found[place].append(tree)
         return [
@@ -150,3 +163,17 @@ class GuardedDrafters:
         if not trees:
             return DraftTree.root(root)
         return trees[0] if len(trees) == 1 else DraftTree.merge(trees).best(max_rows)
+
+
+def _fitting(tree: DraftTree, context: DraftContext) -> DraftTree:
+    """Without rows that the reply's grammar forbids, and all below them."""
+    if context.sampler.grammar is None or len(tree) == 1:
+        return tree
+    kept = [0]
+    parents: list[int] = tree.parents.tolist()
+    for row in range(1, len(tree)):
+        if parents[row] in kept:
+            path = tree.path(row)
+            if context.sampler.fitting(context.tokens, path) == len(path):
+                kept.append(row)
+    return tree.subset(kept)

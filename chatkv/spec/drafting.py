@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from chatkv.models.logits import KeptRow
 from chatkv.sequence import Sequence
 from chatkv.spec.control import Controller, Plan
 from chatkv.spec.drafter import DraftContext, GuardedDrafters
@@ -35,6 +36,10 @@ class Drafting:
         guard: bool = True,
     ) -> None:
         self.drafters = drafters
+        self.wants_picks = drafters.wants_picks
+        self.taps = drafters.taps
+        self.features: dict[int, KeptRow] = {}
+        """By sequence: what the tapped layers gave for the row that chose the next root."""
         self.controller = Controller(costs, mode, guard=guard)
         self._stats: dict[int, DraftStats] = {}
         self._plan: Plan | None = None
@@ -47,6 +52,7 @@ class Drafting:
     def follow(self, seq: Sequence) -> None:
         """A sequence has its prompt in place and its first token chosen."""
         self._stats[seq.id] = DraftStats()
+        self.features.pop(seq.id, None)
         self.drafters.follow(seq.id, seq.tokens)
 
     def propose(self, seqs: Seq[Sequence]) -> list[DraftTree]:
@@ -56,7 +62,9 @@ class Drafting:
         )
         if not plan.asks:
             return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
-        contexts = [DraftContext(seq.id, seq.tokens, seq.sampler) for seq in seqs]
+        contexts = [
+            DraftContext(seq.id, seq.tokens, seq.sampler, self.features.get(seq.id)) for seq in seqs
+        ]
         trees = self.drafters.propose(contexts, [plan.rows[seq.id] for seq in seqs])
         return [
             _cut(tree, seq)
@@ -74,6 +82,7 @@ class Drafting:
     def drop(self, seq: Sequence) -> DraftStats:
         """Forget a sequence; what drafting did for it comes back."""
         self.drafters.drop(seq.id)
+        self.features.pop(seq.id, None)
         return self._stats.pop(seq.id, DraftStats())
 
     def explain(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -108,6 +109,7 @@ class DraftTree:
         )
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def root(token: int) -> DraftTree:
         """No guesses: a plain step."""
         return DraftTree(
@@ -220,11 +222,17 @@ class DraftTree:
         bins: dict[tuple[int, ...], list[int]] = {}
         for tree in several:
             columns = [sources.index(name) for name in tree.sources]
-            for row in range(len(tree)):
-                path = tree.path(row)
-                chances[path] = max(chances.get(path, 0.0), float(tree.chance[row]))
+            below: list[tuple[int, ...]] = [()]
+            tokens: list[int] = tree.tokens[1:].tolist()
+            parents: list[int] = tree.parents[1:].tolist()
+            for token, parent in zip(tokens, parents, strict=True):
+                below.append((*below[parent], token))
+            for path, chance, scores in zip(
+                below, tree.chance.tolist(), tree.bins.tolist(), strict=True
+            ):
+                chances[path] = max(chances.get(path, 0.0), chance)
                 cells = bins.setdefault(path, [0] * len(sources))
-                for column, value in zip(columns, tree.bins[row].tolist(), strict=True):
+                for column, value in zip(columns, scores, strict=True):
                     cells[column] = max(cells[column], value)
         paths = sorted(chances, key=lambda path: (-chances[path], len(path), path))[:MAX_ROWS]
         paths.sort(key=lambda path: (len(path), path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from chatkv.errors import ModelError
 from chatkv.spec.tree import DraftTree
 
 Pick: TypeAlias = Callable[[int, tuple[int, ...]], int]
@@ -25,6 +27,9 @@ class Accepted:
     picks: tuple[int | None, ...]
     """[R] the model's pick at each row, None where it was not asked for."""
 
+    tree: DraftTree | None = None
+    """What was run, where a drafter wants to learn from all picks."""
+
     def until(self, is_last: Callable[[int], bool]) -> Accepted:
         """Cut after the first token that ends the reply; tokens and rows are cut together.
 
@@ -32,8 +37,17 @@ class Accepted:
         """
         for count, token in enumerate(self.tokens, start=1):
             if is_last(token):
-                return Accepted(self.tokens[:count], self.rows[:count], self.picks)
+                return replace(self, tokens=self.tokens[:count], rows=self.rows[:count])
         return self
+
+    def with_all_picks(self, tree: DraftTree, pick: Pick) -> Accepted:
+        """Ask at the rows off the path too. That changes nothing but what drafters learn."""
+        picks = list(self.picks)
+        for row, found in enumerate(picks):
+            if found is None:
+                with suppress(ModelError):  # logits that nobody needs may be broken
+                    picks[row] = pick(row, tree.path(row))
+        return replace(self, picks=tuple(picks), tree=tree)
 
 
 def verify(tree: DraftTree, pick: Pick) -> Accepted:

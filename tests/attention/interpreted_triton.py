@@ -13,7 +13,6 @@ import torch
 import triton
 
 from chatkv.attention import store, triton_store
-from chatkv.attention.reference import attend as reference_attend
 from chatkv.attention.triton_check import (
     QUANTISED,
     TOLERANCES,
@@ -28,7 +27,7 @@ from chatkv.attention.triton_tree import TritonBackend
 from chatkv.errors import BackendUnavailable
 
 PARTITION = Partition(32, 2, 2)
-LEAF, GROUP = Launch(16, whole_group=False), Launch(16, whole_group=True)
+LEAF, GROUP, EITHER = (Launch(16, owner) for owner in ("leaf", "group", "either"))
 SMALL = Shape(num_heads=2, num_kv_heads=1, head_dim=32)
 CHAIN = tuple(range(-1, 22))
 
@@ -51,7 +50,7 @@ def test_runs_interpreted():
     assert triton.knobs.runtime.interpret
 
 
-@pytest.mark.parametrize("launch", [LEAF, replace(GROUP, nodes=2)])
+@pytest.mark.parametrize("launch", [LEAF, replace(GROUP, nodes=2), EITHER])
 @pytest.mark.parametrize(
     "options", [{}, {"holes": True}, {"window": 40}, {"holes": True, "window": 70}]
 )
@@ -93,6 +92,16 @@ def test_tree_rows_are_as_plain_decoding(options: dict):
     assert differing_rows(tree, backend(), case) == 0
 
 
+def test_leaves_of_long_sequences_are_shared():
+    case = make_case(SMALL, [(-1,), (-1, 0, 0), (-1, 0)], [9, 697, 31])
+    plan = backend(EITHER).plan(case.call, 2, 1, 32, 16)
+    # The longest first, and leaves are cheap at this size.
+    assert plan.sequences[:, 6:].tolist() == [[3, 1], [3, 2], [3, 0]]
+    assert plan.by_leaf.tolist() == [1] * 6
+    expect_right(EITHER, case)
+    assert differing_rows(backend(EITHER), backend(), case) == 0
+
+
 def test_other_groups_give_other_bits():
     """The negative control: the test above sees a partition that follows the shape."""
     case = make_case(SMALL, [(-1, 0, 0)], [300])
@@ -104,20 +113,6 @@ def test_bfloat16_and_odd_heads_are_refused():
         case = make_case(shape, [(-1,)], [3])
         with pytest.raises(BackendUnavailable):
             backend().attend(case.call, case.q, case.pages)
-
-
-@pytest.mark.parametrize("start", [0, 16, 21])
-def test_prefill_is_as_the_reference(start: int):
-    """By plain products here; the libraries are tried on a device."""
-    shape = replace(SMALL, dtype=torch.float32)
-    case = make_case(shape, [CHAIN[:8]], [start], as_chain=True, padding=0)
-    slots = torch.arange(start, start + 8)
-    table = case.call.page_table[0]
-    k, v = case.pages[table[slots // 16].long(), :, :, slots % 16].unbind(1)
-    k[6:] = v[6:] = torch.nan
-    out = TritonBackend().prefill(case.q, k, v, case.pages, table, start, 6)
-    want, _ = reference_attend(case.call, case.q, case.pages, None)
-    torch.testing.assert_close(out[:6], want[:6])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *QUANTISED], ids=str)

@@ -35,7 +35,6 @@ from chatkv.attention.triton_check import (
     random_tree,
 )
 from chatkv.attention.triton_launch import Launch, Partition
-from chatkv.attention.triton_prefill import attend_chunk
 from chatkv.attention.triton_tree import TritonBackend
 
 LLAMA = Shape(32, 8, 128, 64, torch.bfloat16, device="cuda")
@@ -43,15 +42,22 @@ SMOL = Shape(9, 3, 64, 64, torch.bfloat16, device="cuda")
 CHAIN = tuple(range(-1, 15))
 STAR = (-1,) + (0,) * 15
 COMB = (-1, 0, 0, 1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13)
-PLAIN = Launch(16, whole_group=False)
+PLAIN = Launch(16, "leaf")
 LAUNCHES = [
     PLAIN,
-    Launch(16, whole_group=True, num_stages=2, nodes=2),
-    Launch(32, whole_group=False, pdl=True),
-    Launch(64, whole_group=False, num_stages=2, nodes=2, pdl=True),
-    Launch(64, whole_group=True, pdl=True),
-    Launch(128, whole_group=True, num_warps=8, pdl=True),
+    Launch(16, "group", num_stages=2, nodes=2),
+    Launch(32, "leaf", pdl=True),
+    Launch(64, "leaf", num_stages=2, nodes=2, pdl=True),
+    Launch(64, "group", pdl=True),
+    Launch(64, "either", pdl=True),
+    Launch(128, "group", num_warps=8, pdl=True),
 ]
+WIDE = [
+    Launch(64, "leaf", wide=True, nodes=2, pdl=True),
+    Launch(64, "group", wide=True),
+    Launch(64, "either", wide=True, nodes=4, pdl=True),
+]
+IS_HOPPER = torch.cuda.get_device_capability() == (9, 0)
 
 
 def backend(shape: Shape, launch: Launch | None = None) -> TritonBackend:
@@ -83,8 +89,38 @@ def test_random_trees_under_every_launch(shape: Shape, rows: int):
     histories = [rng.randrange(20000), rng.randrange(3000), rng.randrange(64)]
     case = make_case(shape, [random_tree(rows, 16, rng) for _ in histories], histories, seed=rows)
     plain = backend(shape, PLAIN)
-    for launch in LAUNCHES:
+    for launch in LAUNCHES + (WIDE if IS_HOPPER else []):
         assert differing_rows(backend(shape, launch), plain, case) == 0, launch
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="for Hopper alone")
+@pytest.mark.parametrize("launch", WIDE, ids=lambda launch: launch.owner)
+@pytest.mark.parametrize("poison", [torch.nan, 3e38])
+def test_many_rows(launch: Launch, poison: float):
+    """Where leaves end, tiles are cut, and row blocks are half empty."""
+    rng = random.Random(4)
+    for shape, rows in (
+        (replace(LLAMA, page_size=128), 33),
+        (replace(LLAMA, num_heads=64, dtype=torch.float16), 17),
+        (SMOL, 64),
+    ):
+        histories = [0, 1, 63, 64, 65, 127, 1024 + 16, 9000, 4096 - 16]
+        trees = [*(random_tree(rows, 16, rng) for _ in histories), ()]
+        case = make_case(shape, trees, [*histories, 40], seed=rows, poison=poison)
+        expect_right(case, launch)
+        assert differing_rows(backend(shape, launch), backend(shape, PLAIN), case) == 0, shape
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="for Hopper alone")
+def test_many_rows_of_sequences_of_very_different_lengths():
+    """Programs share the leaves of the long ones."""
+    trees = [random_tree(20, 16, random.Random(i)) for i in range(6)]
+    case = make_case(LLAMA, trees, [300, 12000, 50, 9000, 0, 700])
+    plan = backend(LLAMA).plan(case.call, 32, 8, 128, 64)
+    assert 0 < plan.by_leaf.sum() < case.call.num_rows
+    for launch in (WIDE[2], LAUNCHES[5]):
+        expect_right(case, launch)
+        assert differing_rows(backend(LLAMA, launch), backend(LLAMA, PLAIN), case) == 0, launch
 
 
 def test_one_sequence_alone_has_the_same_bits():
@@ -115,8 +151,8 @@ def test_quantised_pages(dtype: torch.dtype, q_dtype: torch.dtype):
     case = make_case(shape, trees, [1500, 77])
     expect_right(case)
     # The rows of a program decide bits here, so the rule keeps them.
-    plain = backend(shape, Launch(64, whole_group=False))
-    for launch in (None, Launch(64, whole_group=False, num_stages=2, pdl=True), LAUNCHES[4]):
+    plain = backend(shape, Launch(64, "leaf"))
+    for launch in (None, Launch(64, "leaf", num_stages=2, pdl=True), LAUNCHES[4]):
         assert differing_rows(backend(shape, launch), plain, case) == 0, launch
 
 
@@ -175,6 +211,8 @@ def test_replay_with_other_lengths_recompiles_nothing():
             :, : call.page_table.shape[1]
         ]
         call.kv_len.copy_(case.call.kv_len)
+        assert call.ancestors is not None
+        assert case.call.ancestors is not None
         call.ancestors.copy_(case.call.ancestors)
         graph.replay()
         assert torch.equal(out[:32], want_out[:32])
@@ -195,25 +233,6 @@ def test_offsets_beyond_31_bits():
     want, _ = backend(LLAMA).attend(case.call, case.q, case.pages)
     out, _ = backend(LLAMA).attend(call, case.q, pages)
     assert torch.equal(out[:16], want[:16])
-
-
-@pytest.mark.parametrize("library", ["cudnn", "flash", "math"])
-@pytest.mark.parametrize("start", [0, 64, 777])
-def test_prefill_of_a_chunk(library: str, start: int):
-    rows, real = 256, 200
-    case = make_case(LLAMA, [tuple(range(-1, rows - 1))], [start], as_chain=True, padding=0)
-    table = case.call.page_table[0]
-    slots = torch.arange(start, start + rows, device="cuda")
-    own = case.pages[table[slots // 64].long(), :, :, slots % 64]
-    want, _ = backend(LLAMA).attend(case.call, case.q, case.pages)
-    outs = []
-    for count in (rows, real):
-        k, v = own.clone().unbind(1)
-        k[count:] = v[count:] = torch.nan
-        outs.append(attend_chunk(case.q, k, v, case.pages, table, start, count, library=library))
-    assert torch.equal(outs[0][:real], outs[1][:real])
-    error = (outs[0].float() - want.float()).norm() / want.float().norm()
-    assert error <= TOLERANCES[torch.bfloat16]
 
 
 @pytest.mark.parametrize("shape", [LLAMA, SMOL], ids=str)

@@ -15,6 +15,7 @@ from chatkv.batch import chain_batch, tree_batch
 from chatkv.kv.pool import PagePool
 from chatkv.kv.table import PageTable
 from chatkv.models import cuda_layers, random_model
+from chatkv.models.chunks import Chunking
 from chatkv.models.cuda_decoder import CudaDecoder
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.tree import DraftTree
@@ -29,7 +30,9 @@ def make() -> Make:
     def build(name: str, linear: str = "triton") -> CudaDecoder:
         weights = random_model.random_weights(name, torch.device("cpu"), torch.float32)
         tokenizer = random_model.byte_tokenizer()
-        return CudaDecoder(weights, tokenizer, linear=linear, capture=False, checked=False)  # type: ignore[arg-type]
+        decoder = CudaDecoder(weights, tokenizer, linear=linear, capture=False, checked=False)  # type: ignore[arg-type]
+        decoder.chunks.chunking = Chunking(8, 16)
+        return decoder
 
     return build
 
@@ -48,13 +51,18 @@ def step(decoder: CudaDecoder, table: PageTable, ids: list[int]) -> np.ndarray:
     return logits
 
 
-def prefill(decoder: CudaDecoder, table: PageTable, ids: list[int]) -> np.ndarray:
-    with table.reserve(len(ids)) as reserved:
-        logits = decoder.prefill(
-            ids, 0, 0, reserved.slots, table.entries(), table.pool,
-            chunk_rows=decoder.chunk(0)[1], want_logits=True,
-        )  # fmt: skip
-        reserved.keep(range(len(ids)))
+def prefill(decoder: CudaDecoder, table: PageTable, ids: list[int], stops: list[int]) -> np.ndarray:
+    """Given ids through their chunks, in as many turns as there are stops."""
+    for end in (*stops, len(ids)):
+        while (known := table.length) < end:
+            first, rows = decoder.chunk(known)
+            stop = min(first + rows, end)
+            with table.reserve(stop - known) as reserved:
+                logits = decoder.prefill(
+                    ids[known:stop], first, known, reserved.slots, table.entries(), table.pool,
+                    chunk_rows=rows, want_logits=stop == end,
+                )  # fmt: skip
+                reserved.keep(range(stop - known))
     assert logits is not None
     return logits
 
@@ -66,7 +74,8 @@ def test_prompt_and_step_agree(name: str, narrow: int, make: Make, monkeypatch: 
     decoder = make(name)
     pool = pool_of(decoder)
     ids = np.random.default_rng(0).integers(0, 256, 20).tolist()
-    given = prefill(decoder, PageTable(pool), ids)
+    given = prefill(decoder, PageTable(pool), ids, [])
+    np.testing.assert_array_equal(prefill(decoder, PageTable(pool), ids, [5, 12]), given)
     stepped = PageTable(pool)
     step(decoder, stepped, ids[:15])
     np.testing.assert_allclose(step(decoder, stepped, ids[15:]), given, rtol=1e-3, atol=1e-4)
@@ -102,3 +111,29 @@ def test_a_tree_is_plain_decoding_and_picks_like_its_sampler(make: Make):
     # What was kept is what plain decoding stored.
     kept = step(decoder, first, [11])
     np.testing.assert_allclose(kept, step(decoder, plain, [11]), rtol=1e-4, atol=1e-5)
+
+
+def test_tapped_residuals_are_a_rows_own(make: Make) -> None:
+    decoder = make("random:tiny")
+    ids = [5, 9, 200, 7]
+    pool = pool_of(decoder)
+    untapped = step(decoder, PageTable(pool), ids)
+    decoder.tap((1, 2))
+
+    def features(parts: list[list[int]]) -> np.ndarray:
+        table = PageTable(pool)
+        for part in parts:
+            with table.reserve(len(part)) as reserved:
+                batch = chain_batch(table, part, reserved.slots, want_logits=True)
+                result = decoder.step(batch, pool)
+                reserved.keep(range(len(part)))
+        np.testing.assert_allclose(result.row(0), untapped, atol=1e-4)
+        kept = result.features(0)
+        with table.reserve(1) as reserved:
+            decoder.step(chain_batch(table, [3], reserved.slots, want_logits=True), pool)
+        return np.array(kept)
+
+    whole = features([ids])
+    assert whole.shape == (2, decoder.spec.hidden_size)
+    assert np.abs(whole[0] - whole[1]).max() > 0
+    np.testing.assert_allclose(whole, features([ids[:2], ids[2:3], ids[3:]]), atol=1e-4)

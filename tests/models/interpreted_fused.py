@@ -7,8 +7,10 @@ import torch
 
 from chatkv.models import chunks, skinny_tiles
 from chatkv.models import fused_triton as fused
+from chatkv.models import heads_triton as heads_kernels
 from chatkv.models import skinny_triton as skinny
-from chatkv.models.fused_triton import Rotary, Scaled
+from chatkv.models.fused_triton import Scaled
+from chatkv.models.heads_triton import Rotary
 
 EPS = 1e-5
 ROWS, WIDTH = 16, 96
@@ -88,9 +90,9 @@ def test_rotation_goes_to_pages(norm: bool, dim: int, heads: int):
     for plain in (False, True):
         q, pages = torch.zeros(ROWS, 3, dim), torch.full((5, 2, 1, 16, dim), 7.0)
         if plain:
-            fused.rotate_rows_plain(qkv, bias, angles, *where, q, pages)
+            heads_kernels.rotate_rows_plain(qkv, bias, angles, *where, q, pages)
         else:
-            fused.rotate_rows(qkv, bias, angles, *where, q, pages, heads_a_program=heads)
+            heads_kernels.rotate_rows(qkv, bias, angles, *where, q, pages, heads_a_program=heads)
         found.append((q, pages))
     for actual, expected in zip(*found, strict=True):
         close(actual, expected)
@@ -152,34 +154,33 @@ def test_products_in_parts():
     close(found[0].sum(0), x @ weight.T)
 
 
-def test_gathered_pages():
-    pages = torch.randn(6, 2, 3, 16, 32)
-    table = torch.tensor([4, 0, 5, 2], dtype=torch.int32)
-    for stop, slots in ((1, 16), (33, 40), (64, 64)):
-        actual = chunks.gather(pages, table, stop, slots)
-        assert torch.equal(actual, chunks.gather_plain(pages, table, stop, slots))
+@pytest.mark.parametrize("heads", [(4, 2, 32), (3, 1, 80)], ids=str)
+@pytest.mark.parametrize(("start", "known", "stop"), [(0, 0, 200), (70, 75, 90), (200, 328, 456)])
+def test_a_chunk_attends_to_pages(start: int, known: int, stop: int, heads: tuple[int, int, int]):
+    rows, (num_heads, num_kv_heads, dim) = 256, heads
+    q = torch.randn(rows, num_heads, dim)
+    pages = torch.randn(8, 2, num_kv_heads, 64, dim)
+    table = torch.randperm(8).to(torch.int32)
+    stored = pages[table.long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    expected = chunks.attend_chunk_plain(q, *stored[:, :, : start + rows], start, dim**-0.5)
+    # What lies behind the last new row was never written.
+    for entry, page in enumerate(table.tolist()):
+        pages[page, :, :, max(0, stop - 64 * entry) :] = torch.nan
+    out = torch.zeros_like(q)
+    span = torch.tensor([start, known, stop], dtype=torch.int32)
+    chunks.attend_chunk(q, pages, table, span, out)
+    close(out[known - start : stop - start], expected[known - start : stop - start])
+    assert bool(out.isfinite().all())
+    chunks.attend_chunk(q, pages, table, span, q)
+    new = slice(known - start, stop - start)
+    assert torch.equal(q[new], out[new])
 
 
-def test_joined_attention_is_attention_over_both():
-    q = torch.randn(16, 4, 32)
-    keys, values = torch.randn(2, 2, 40, 32)
-    scale = 32**-0.5
-    whole = chunks.attend_chunk_plain(q, keys, values, 24, scale)
-    parts = []
-    for first, stop in ((0, 24), (24, 40)):
-        repeated = [t[:, first:stop].repeat_interleave(2, 0) for t in (keys, values)]
-        scores = torch.einsum("thd,hld->htl", q, repeated[0]) * scale
-        seen = torch.arange(first, stop)[None] <= torch.arange(16)[:, None] + 24
-        scores = scores.masked_fill(~seen, -torch.inf)
-        out = torch.einsum("htl,hld->thd", scores.softmax(-1), repeated[1])
-        parts += [out, scores.logsumexp(-1)]
-    close(chunks.join_rows(*parts), whole)
-    close(chunks.join_rows_plain(*parts), whole)
-
-
+@pytest.mark.parametrize("hidden", [576, 4096])
 @pytest.mark.parametrize("offset", [0, 1, 127, 128, 300, 2047, 2048, 4095, 4096, 10_000])
-def test_chunks_cover_every_id_once(offset: int):
-    first, rows = chunks.chunk_of(offset)
+def test_chunks_cover_every_id_once(offset: int, hidden: int):
+    chunk_of = chunks.Chunking.of(hidden).chunk_of
+    first, rows = chunk_of(offset)
     assert first <= offset < first + rows
-    assert chunks.chunk_of(first) == chunks.chunk_of(first + rows - 1) == (first, rows)
-    assert first == 0 or chunks.chunk_of(first - 1)[0] + chunks.chunk_of(first - 1)[1] == first
+    assert chunk_of(first) == chunk_of(first + rows - 1) == (first, rows)
+    assert first == 0 or sum(chunk_of(first - 1)) == first

@@ -206,44 +206,67 @@ def test_a_long_chain_has_the_bits_of_plain_steps(name: str):
 
 
 def prefill(
-    decoder: CudaDecoder, table: PageTable, ids: list[int], parts: list[int]
+    decoder: CudaDecoder, table: PageTable, ids: list[int], parts: list[int], start: int = 0
 ) -> np.ndarray | None:
-    """Given ids through their chunks, stopping at `parts` on the way, as turns do."""
+    """A run of given ids from slot `start`, stopping at `parts` on the way, as turns do."""
     logits = None
-    while table.length < len(ids):
-        known = table.length
-        first, size = decoder.chunk(known)
-        stop = min(first + size, len(ids), *(p for p in parts if p > known))
-        with table.reserve(stop - known) as reserved:
+    while (done := table.length - start) < len(ids):
+        first, size = decoder.chunk(done)
+        stop = min(first + size, len(ids), *(p for p in parts if p > done))
+        with table.reserve(stop - done) as reserved:
             logits = decoder.prefill(
-                ids[known:stop],
-                first,
-                known,
+                ids[done:stop],
+                start + first,
+                start + done,
                 reserved.slots,
                 table.entries(),
                 table.pool,
                 chunk_rows=size,
                 want_logits=stop == len(ids),
             )
-            reserved.keep(range(stop - known))
+            reserved.keep(range(stop - done))
     return logits
 
 
+@pytest.mark.parametrize("start", [0, 77])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_has_the_same_bits_however_it_is_cut(name: str):
+def test_a_prompt_has_the_same_bits_however_it_is_cut(name: str, start: int):
     run = Run(load(name), seed=5)
-    longest = min(5000, run.decoder.spec.context_limit - 100)
+    longest = min(5000, run.decoder.spec.context_limit - 100 - start)
     ids = run.ids(longest)
-    tables, found = [PageTable(run.pool) for _ in range(3)], []
-    for table, parts in zip(tables, ([], [1, 77, 200, 1025], [130]), strict=True):
-        found.append(prefill(run.decoder, table, ids[: longest // 2], parts))
-        found.append(prefill(run.decoder, table, ids, parts))
-        if len(found) > 2:
-            assert same(found[-1], found[1])
-            assert same(found[-2], found[0])
-            assert same(run.rows(table, 0, longest), run.rows(tables[0], 0, longest))
-            table.release()
-    tables[0].release()
+    history = run.stored(start) if start else PageTable(run.pool)
+    expected: list[np.ndarray | torch.Tensor] = []
+    for parts in ([], [1, 77, 200, 1025], [130]):
+        table = history.fork()
+        half = prefill(run.decoder, table, ids[: longest // 2], parts, start)
+        whole = prefill(run.decoder, table, ids, parts, start)
+        assert half is not None
+        assert whole is not None
+        found = [half, whole, run.rows(table, 0, table.length)]
+        expected = expected or found
+        assert all(same(*pair) for pair in zip(found, expected, strict=True))
+        table.release()
+    history.release()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_captured_chunk_has_the_bits_of_one_that_is_not(name: str):
+    captured = load(name)
+    eager = CudaDecoder(captured.layers.weights, captured.tokenizer, capture=False, checked=False)
+    run = Run(captured, seed=8)
+    ids = run.ids(700)
+    found = []
+    for decoder in (captured, captured, eager):
+        table = PageTable(run.pool)
+        logits = prefill(decoder, table, ids, [600])
+        assert logits is not None
+        found.append((logits, run.rows(table, 0, 700)))
+        table.release()
+    for logits, rows in found[1:]:
+        assert same(logits, found[0][0])
+        assert same(rows, found[0][1])
+    assert captured.chunks._chunks
+    assert all(chunk._graph is not None for chunk in captured.chunks._chunks.values())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -411,3 +434,29 @@ def test_what_does_not_fit_is_said():
         batch = chain_batch(table, [decoder.spec.vocab_size], reserved.slots, want_logits=True)
         with pytest.raises(ValueError, match="outside"):
             decoder.step(batch, run.pool)
+
+
+@pytest.mark.parametrize("name", ["random:tiny", "random:llama3-1b", DEFAULT_MODEL])
+def test_tapped_residuals_have_the_bits_of_plain_decoding(name: str) -> None:
+    decoder = load(name)
+    last = decoder.spec.num_layers
+    run = Run(decoder, seed=5)
+    prompt, ids = run.ids(40), run.ids(6)
+    kept = []
+    try:
+        decoder.tap((1, last))
+        for parts in ([ids], [ids[:3], ids[3:5], ids[5:]]):
+            table = PageTable(run.pool)
+            run.step(table, prompt)
+            for part in parts:
+                with table.reserve(len(part)) as reserved:
+                    batch = chain_batch(table, part, reserved.slots, want_logits=True)
+                    result = decoder.step(batch, run.pool)
+                    reserved.keep(range(len(part)))
+            kept.append(result.features(0))
+            run.step(PageTable(run.pool), prompt)  # what is kept outlives other steps
+    finally:
+        decoder.tap(())
+    whole, cut = (np.array(features) for features in kept)
+    assert whole.shape == (2, decoder.spec.hidden_size)
+    assert same(whole, cut)

@@ -47,7 +47,8 @@ class Run:
             call=call,
             logit_rows=rows,
         )
-        return self.model.step(batch, self.pool).logits.copy()
+        self.last = self.model.step(batch, self.pool)
+        return self.last.logits.copy()
 
     def prefill(self, tokens, start: int, known: int | None = None) -> np.ndarray:
         known = start if known is None else known
@@ -254,3 +255,30 @@ def test_identity_names_what_changes_bits(tiny, make_gguf, cache, tmp_path):
     assert tiny.backend.numerics in str(about["backend"])
     other = weights.load(ModelFile("tiny", make_gguf(tmp_path / "other.gguf", seed=9)))
     assert other.spec.weights_digest != tiny.spec.weights_digest
+
+
+def test_tapped_residuals_are_those_of_the_layers(make_gguf, make_oracle, cache, tmp_path):
+    model = weights.load(ModelFile("model", make_gguf(tmp_path / "model.gguf", seed=5)))
+    decoder = Decoder(model, Tokenizer.from_file(model.folder / "tokenizer.json"))
+    tokens = some_tokens(decoder, 20)
+    untapped = Run(decoder).step(tokens, 0)
+    decoder.tap((1, 3))
+    run = Run(decoder)
+    np.testing.assert_array_equal(run.step(tokens, 0), untapped)
+    with torch.inference_mode():
+        hidden = make_oracle(model)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    features = [np.asarray(run.last.features(row)) for row in range(20)]
+    expected = hidden[1][0].float().numpy()
+    for row in range(20):
+        assert features[row].shape == (2, decoder.spec.hidden_size)
+        assert errors(features[row][0], expected[row]) < (0.1, 0.03)
+    # A row has the same bits alone, and when others are not wanted.
+    alone = Run(decoder)
+    alone.step(tokens[:19], 0)
+    alone.step([tokens[19]], 19)
+    np.testing.assert_array_equal(np.asarray(alone.last.features(0)), features[19])
+    some = Run(decoder)
+    some.step(tokens, 0, rows=np.array([4, 17], np.int32))
+    np.testing.assert_array_equal(np.asarray(some.last.features(1)), features[17])
+    with pytest.raises(ValueError, match="Layers"):
+        decoder.tap((0,))

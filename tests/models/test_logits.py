@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 
 from chatkv.attention.call import AttentionCall
@@ -54,3 +57,57 @@ def test_what_is_kept_outlives_the_step():
     logits[:] = 0
     assert np.asarray(kept).all()
     assert row.all()
+
+
+def test_a_sampler_that_edits_reads_the_history():
+    logits = np.zeros((5, 300), np.float32)
+    logits[:, 7], logits[:, 9] = 2, 1
+    penalty = SamplingParams(temperature=0, frequency_penalty=2.0)
+    samplers = [Sampler(penalty, [0] * 11), Sampler(SamplingParams(temperature=0))]
+    result = HostLogits(logits, batch(None))
+    result.sample(samplers)
+    history = [0] * 11
+    assert [result.pick(0, history), result.pick(1, [*history, 7]), result.pick(3)] == [7, 9, 7]
+
+
+class FakeStep:
+    """A captured step as `DeviceLogits` sees it, in host memory; its fused pick says 100 + row."""
+
+    def __init__(self, logits: np.ndarray) -> None:
+        self.generation = 1
+        self.room = SimpleNamespace(logits=torch.from_numpy(logits))
+        self.staged = {
+            "rows": np.zeros(1, np.int32),
+            "integers": np.full((5, 4), -1, np.int64),
+            "floats": np.zeros((5, 3)),
+        }
+        self.settings = SimpleNamespace(begin=lambda: self.staged)
+        self.inputs = SimpleNamespace(wait=lambda: self.done.append("wait"))
+        self.done: list[str] = []
+
+    def pick(self) -> list[int]:
+        self.done.append("pick")
+        return [100, 101, 102, 103, 104]
+
+
+def test_on_a_device_only_edited_rows_come_to_the_host():
+    pytest.importorskip("triton")
+    from chatkv.models.cuda_logits import DeviceLogits
+
+    logits = np.random.default_rng(2).normal(size=(5, 300)).astype(np.float32)
+    edited = Sampler(SamplingParams(seed=4, repetition_penalty=1.5), [1, 2, 3])
+    plain = Sampler(SamplingParams(seed=9))
+    step = FakeStep(logits)
+    result = DeviceLogits(step, batch(None))  # type: ignore[arg-type]
+    result.sample([plain, edited])
+    assert step.done == ["pick"]
+    assert [result.pick(row) for row in range(3)] == [100, 101, 102]
+    history = [1, 2, 3, 4, 5]
+    assert result.pick(3, history) == edited.pick(logits[3], history, 5).token
+    assert result.pick(4, [*history, 8]) == edited.pick(logits[4], [*history, 8], 6).token
+    assert step.staged["integers"][:, 0].tolist() == [9, 9, 9, 4, 4]
+    alone = FakeStep(logits)
+    result = DeviceLogits(alone, batch(None))  # type: ignore[arg-type]
+    result.sample([edited, edited])
+    assert alone.done == ["wait"]
+    assert result.pick(0, history) == edited.pick(logits[0], history, 11).token

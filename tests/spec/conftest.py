@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from chatkv.grammar import Grammars
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec import verify as verify_module
 from chatkv.spec.drafter import DraftContext, Drafter, GuardedDrafters
@@ -78,8 +79,32 @@ class Picker:
         return self.root_position + 1 + self.tree.depths[row]
 
     def __call__(self, row: int, path: tuple[int, ...]) -> int:
-        del path  # no setting looks back yet
-        return self.sampler.pick(self.rows[row], self.history, self.position(row)).token
+        history = [*self.history, *path]
+        return self.sampler.pick(self.rows[row], history, self.position(row)).token
+
+
+class ToyTokenizer:
+    """A letter for each id."""
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token == END else bytes([ord("a") + token])
+
+    def token_text(self, token: int) -> str | None:
+        return "<end>" if token == END else chr(ord("a") + token)
+
+
+def sampler_of(
+    model: ToyModel, params: SamplingParams, ends: Sequence[int] = (END,), *, plain: bool = False
+) -> Sampler:
+    """A sampler of a reply to PROMPT, its grammar compiled."""
+    grammar = None
+    if params.grammar is not None:
+        grammars = Grammars(ToyTokenizer(), model.vocab_size, ends or (END,))
+        grammar = grammars.matcher(params.grammar)
+    return Sampler(params, PROMPT, grammar, plain=plain)
 
 
 @dataclass
@@ -100,7 +125,7 @@ def plain(
     model: ToyModel, params: SamplingParams, ends: Sequence[int] = (), *, fast: bool = False
 ) -> ToyRun:
     """The definition: one token after the other, no cache, no tree."""
-    sampler, ids = Sampler(params, plain=not fast), list(PROMPT)
+    sampler, ids = sampler_of(model, params, ends, plain=not fast), list(PROMPT)
     for _ in range(params.max_tokens or 0):
         ids.append(sampler.pick(model.logits(ids), ids, len(ids)).token)
         if ids[-1] in ends:
@@ -118,7 +143,7 @@ def drafted(
 ) -> ToyRun:
     """The loop of an engine: draft, one pass over the rows, verify, cut, keep."""
     guard = GuardedDrafters(drafters, vocab_size=model.vocab_size)
-    sampler, limit = Sampler(params), params.max_tokens or 0
+    sampler, limit = sampler_of(model, params, ends), params.max_tokens or 0
     ids = list(PROMPT)
     cache = ToyCache(ids)
     ids.append(sampler.pick(model.logits(ids), ids, len(ids)).token)
@@ -137,6 +162,8 @@ def drafted(
         rows = [model.logits(cache.read(mask)) for mask in tree.ancestors().tolist()]
         pick = Picker(tree, rows, sampler, len(ids) - 1, ids)
         accepted: Accepted = verify_module.verify(tree, pick).until(is_last)
+        if guard.wants_picks:
+            accepted = accepted.with_all_picks(tree, pick)
         cache.keep(accepted.rows)
         ids.extend(accepted.tokens)
         guard.observe(0, accepted)
@@ -215,6 +242,8 @@ def toy() -> SimpleNamespace:
         Picker=Picker,
         TreeDrafter=TreeDrafter,
         drafted=drafted,
+        Tokenizer=ToyTokenizer,
         plain=plain,
+        sampler_of=sampler_of,
         verify_module=verify_module,
     )

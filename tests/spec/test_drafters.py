@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 
 import pytest
+from fakes import TinyModel
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.errors import ConfigError
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.drafter import DraftContext, GuardedDrafters
-from chatkv.spec.drafters import DRAFTERS, create_drafters
+from chatkv.spec.drafters import DRAFTERS, DraftMeans, create_drafters
 from chatkv.spec.drafters.automaton import COUNTED_SUFFIXES, SuffixAutomaton
 from chatkv.spec.drafters.ngram import NgramDrafter, score_bin
 from chatkv.spec.drafters.random import RandomDrafter
@@ -142,9 +143,15 @@ def test_bins():
 
 
 def test_registry():
-    assert create_drafters(sorted(DRAFTERS), vocab_size=9).names == ("ngram", "random")
-    with pytest.raises(ConfigError, match="nope"):
-        create_drafters(["nope"], vocab_size=9)
+    means = DraftMeans(vocab_size=9, draft=TinyModel(), context_limit=99)
+    assert create_drafters(list(DRAFTERS), means).names == tuple(DRAFTERS)
+    with pytest.raises(ConfigError, match="has no model"):
+        create_drafters(["draft_model"], DraftMeans(vocab_size=9))
+    assert create_drafters(["random", "merged", "ngram"], means).names == ("random", "ngram")
+    assert create_drafters(["ngram", "ngram"], means).names == ("ngram",)
+    for names, words in ((["nope"], "nope"), (["merged"], "joins the guesses of others")):
+        with pytest.raises(ConfigError, match=words):
+            create_drafters(names, means)
 
 
 class Broken(RandomDrafter):

@@ -1,7 +1,4 @@
-"""Drafted = plain, for every drafter; the law of the text; mutants that these checks must catch.
-
-The mutants of the design that concern penalties and grammar wait for those settings.
-"""
+"""Drafted = plain, for every drafter; the law of the text; mutants that these checks must catch."""
 
 from __future__ import annotations
 
@@ -14,11 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatkv.sampling import Choice, Sampler, SamplingParams
+from chatkv.grammar import Matcher
+from chatkv.sampling import Choice, Grammar, Sampler, SamplingParams
+from chatkv.spec.drafters.history import HistoryDrafter
+from chatkv.spec.drafters.lookahead import LookaheadDrafter
 from chatkv.spec.drafters.ngram import NgramDrafter
 from chatkv.spec.drafters.random import RandomDrafter
+from chatkv.spec.token_log import TokenIndex
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted, verify
+
+EDITS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 1.5, "frequency_penalty": -0.7},
+    {"frequency_penalty": 1.2, "logit_bias": ((2, 1.5), (5, -100.0))},
+    {"grammar": Grammar("regex", "(ab?|c(d|e)*|[g-l]){2,30}")},
+    {"grammar": Grammar("lark", 'start: "a" | "g" start "h" | start "b"')},
+    {"grammar": Grammar("regex", "([abc]{3}d){1,9}"), "repetition_penalty": 1.5, "top_k": 3},
+]
 
 
 class Raising(NgramDrafter):
@@ -46,6 +56,15 @@ class Nonsense(NgramDrafter):
         ][kind]()
 
 
+def history_of(toy, model, **settings) -> HistoryDrafter:
+    """The drafter with a log of other texts, one of which may be the very one that comes."""
+    log = TokenIndex()
+    for seed in (1, 11):
+        params = SamplingParams(seed=seed, max_tokens=150, **settings)
+        log.add(toy.PROMPT, toy.plain(model, params, fast=True).ids[len(toy.PROMPT) :])
+    return HistoryDrafter(log)
+
+
 def check_identity(toy, runs: int = 6, tokens: int = 60) -> None:
     """Same ids, same cache, for random trees, at several settings, with and without an end."""
     model = toy.Model()
@@ -62,6 +81,22 @@ def check_identity(toy, runs: int = 6, tokens: int = 60) -> None:
             actual = toy.drafted(model, params, [toy.TreeDrafter(model, run)], ends)
             assert actual.ids == expected.ids
             assert actual.cache == expected.cache
+
+
+def check_edits(toy, runs: int = 24) -> None:
+    """The same with penalties, a bias and a grammar, which look at what came before."""
+    model = toy.Model()
+    for run in range(runs):
+        params = SamplingParams(
+            temperature=(0, 0.7, 1.5)[run % 3],
+            seed=run,
+            max_tokens=40,
+            **EDITS[run % len(EDITS)],  # type: ignore[arg-type]
+        )
+        expected = toy.plain(model, params, (toy.END,))
+        actual = toy.drafted(model, params, [toy.TreeDrafter(model, run, 0.9)], (toy.END,))
+        assert actual.ids == expected.ids
+        assert actual.cache == expected.cache
 
 
 def law_of(toy, model, steps: int) -> np.ndarray:
@@ -137,6 +172,10 @@ def test_identity(toy):
     check_identity(toy)
 
 
+def test_identity_with_edits(toy):
+    check_edits(toy)
+
+
 def test_ties(toy):
     check_ties(toy)
 
@@ -152,13 +191,25 @@ def test_ties(toy):
             "min_p": st.sampled_from([0, 0.1]),
         }
     ),
+    edits=st.fixed_dictionaries(
+        {},
+        optional={
+            "repetition_penalty": st.sampled_from([0.5, 1.1, 3]),
+            "presence_penalty": st.floats(-2, 2, width=32),
+            "frequency_penalty": st.floats(-2, 2, width=32),
+            "logit_bias": st.dictionaries(st.integers(0, 11), st.floats(-100, 100), max_size=4),
+            "grammar": st.sampled_from([e["grammar"] for e in EDITS if "grammar" in e]),
+        },
+    ),
     tokens=st.integers(1, 40),
     ends=st.sampled_from([(), (5,), (0, 3)]),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
 )
-def test_drafted_equals_plain(toy, seed, trees, temperature, filters, tokens, ends, right):
+def test_drafted_equals_plain(toy, seed, trees, temperature, filters, edits, tokens, ends, right):
     model = toy.Model()
-    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens, **filters)
+    params = SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=tokens, **filters, **edits
+    )
     expected = toy.plain(model, params, ends)
     actual = toy.drafted(model, params, [toy.TreeDrafter(model, trees, right)], ends)
     assert actual.ids == expected.ids
@@ -170,6 +221,8 @@ def test_drafted_equals_plain(toy, seed, trees, temperature, filters, tokens, en
     "make",
     [
         lambda toy, model: [NgramDrafter()],
+        lambda toy, model: [history_of(toy, model)],
+        lambda toy, model: [LookaheadDrafter()],
         lambda toy, model: [RandomDrafter(model.vocab_size)],
         lambda toy, model: [toy.ChainDrafter(model, 5)],
         lambda toy, model: [toy.ChainDrafter(model, 5, offset=1)],
@@ -177,13 +230,26 @@ def test_drafted_equals_plain(toy, seed, trees, temperature, filters, tokens, en
         lambda toy, model: [Nonsense()],
         lambda toy, model: [
             NgramDrafter(),
+            history_of(toy, model),
+            LookaheadDrafter(),
             RandomDrafter(12),
             Nonsense(),
             toy.TreeDrafter(model, 3),
         ],
         lambda toy, model: [],
     ],
-    ids=["ngram", "random", "oracle", "adversarial", "raising", "nonsense", "merged", "none"],
+    ids=[
+        "ngram",
+        "history",
+        "lookahead",
+        "random",
+        "oracle",
+        "adversarial",
+        "raising",
+        "nonsense",
+        "merged",
+        "none",
+    ],
 )
 def test_any_drafter_leaves_the_text_alone(toy, make, temperature):
     model = toy.Model(scale=4.0)
@@ -204,6 +270,25 @@ def test_ngram_gains_in_a_loop(toy):
     run = toy.drafted(model, params, [NgramDrafter()])
     assert run.ids == toy.plain(model, params).ids
     assert [step.tokens for step in run.steps[-11:-1]] == [16] * 10
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_history_gains_on_a_text_that_was_there(toy, temperature):
+    model = toy.Model(scale=1.0)
+    params = SamplingParams(temperature=temperature, seed=11, max_tokens=150)
+    run = toy.drafted(model, params, [history_of(toy, model, temperature=temperature)])
+    assert run.ids == toy.plain(model, params).ids
+    assert run.tau > 4
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_lookahead_gains_where_few_tokens_decide(toy, temperature):
+    model = toy.Model(scale=4.0)
+    model.table[:] = model.table[0, 0]  # the last id alone decides, so wrong paths soon agree
+    params = SamplingParams(temperature=temperature, seed=2, max_tokens=150)
+    run = toy.drafted(model, params, [LookaheadDrafter()])
+    assert run.ids == toy.plain(model, params).ids
+    assert run.tau > 1.5
 
 
 @pytest.mark.parametrize("mode", ["plain", "drafted"])
@@ -231,7 +316,7 @@ def with_one_seed(sampler, logits, history, position):
 
 def highest_tie(sampler, logits, history, position):
     if sampler.params.temperature == 0:
-        return Choice(int(np.flatnonzero(logits == logits.max())[-1]), None, 0.0)
+        return Choice(int(np.flatnonzero(logits == logits.max())[-1]), 0.0)
     return original_pick(sampler, logits, history, position)
 
 
@@ -242,7 +327,8 @@ def row_as_depth(picker, row):
 def filter_on_draft_only(picker, row, path):
     loose = replace(picker.sampler.params, top_k=0, top_p=1, min_p=0)
     sampler = Sampler(loose) if row else picker.sampler
-    return sampler.pick(picker.rows[row], (), picker.position(row)).token
+    history = [*picker.history, *path]
+    return sampler.pick(picker.rows[row], history, picker.position(row)).token
 
 
 def accept_likely(tree, pick):
@@ -270,6 +356,31 @@ def trust_the_draft(tree, pick):
     return verify(tree, draft)
 
 
+def path_dropped(picker, row, path):
+    """Penalties and grammar see only what was there when the step began."""
+    return picker.sampler.pick(picker.rows[row], picker.history, picker.position(row)).token
+
+
+def grammar_left_ahead(matcher, ids):
+    """What a guess made the grammar take is never taken back."""
+    if len(ids) <= len(matcher._taken):
+        return True
+    return original_follow(matcher, [*matcher._taken, *ids[len(matcher._taken) :]])
+
+
+def edits_at_the_root_only(picker, row, path):
+    bare = replace(
+        picker.sampler.params,
+        repetition_penalty=1,
+        presence_penalty=0,
+        frequency_penalty=0,
+        logit_bias=(),
+        grammar=None,
+    )
+    sampler = Sampler(bare) if row else picker.sampler
+    return sampler.pick(picker.rows[row], picker.history, picker.position(row)).token
+
+
 def keep_siblings(cache, rows):
     original_keep(cache, range(rows[-1] + 1))
 
@@ -285,6 +396,7 @@ def stop_at_step_end(accepted, is_last):
 
 
 original_pick = Sampler.pick
+original_follow = Matcher._follow
 original_keep: Callable[..., None]
 
 MUTANTS = {
@@ -296,6 +408,9 @@ MUTANTS = {
     "accept on p > 0.5": ("verify", accept_likely, check_identity),
     "the draft's token for the model's": ("verify", trust_the_draft, check_identity),
     "the draft's token, by its law": ("verify", trust_the_draft, check_law),
+    "penalty dropped after the first token": ("Picker.__call__", path_dropped, check_edits),
+    "edits at the root only": ("Picker.__call__", edits_at_the_root_only, check_edits),
+    "grammar not rolled back": ("Matcher._follow", grammar_left_ahead, check_edits),
     "sibling kept": ("Cache.keep", keep_siblings, check_identity),
     "root row not kept": ("Cache.keep", lose_root, check_identity),
     "stop checked at step end only": ("Accepted.until", stop_at_step_end, check_identity),
@@ -316,6 +431,7 @@ def test_mutants_are_caught(toy, monkeypatch, name):
             "Accepted": Accepted,
             "Cache": toy.Cache,
             "Picker": toy.Picker,
+            "Matcher": Matcher,
         }
         monkeypatch.setattr(classes[owner], attribute, mutant)
     with pytest.raises((AssertionError, IndexError)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chatkv.errors import ConfigError, ModelError
-from chatkv.sampling import Sampler, SamplingParams
+from chatkv.sampling import Grammar, Sampler, SamplingParams, logprobs
 from chatkv.sampling_plain import weights
 
 SIZES = [1, 2, 3, 63, 64, 65, 130, 1000]
@@ -134,14 +135,21 @@ def test_weights_are_exponentials():
     assert weights(np.array([0, -22, -np.inf], dtype=np.float32)).tolist() == [2**30, 0, 0]
 
 
-def test_logprob_is_of_the_raw_logits_and_only_when_asked():
+def test_logprobs_are_of_the_raw_logits():
     logits = make_logits("normal", 500, 1)
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
-    choice = Sampler(SamplingParams(temperature=0.3, top_k=2, seed=1), logprobs=True).pick(
-        logits, (), 0
-    )
-    assert choice.logprob == pytest.approx(exact[choice.token], abs=1e-5)
-    assert Sampler(SamplingParams()).pick(logits, (), 0).logprob is None
+    found = logprobs(logits, 7, 3)
+    best = np.argsort(-logits, kind="stable")[:3]
+    assert (found.token, found.logprob) == (7, pytest.approx(exact[7], abs=1e-5))
+    assert [token for token, _ in found.top] == best.tolist()
+    assert [value for _, value in found.top] == pytest.approx(exact[best], abs=1e-5)
+    assert logprobs(logits, 7, 0).top == ()
+
+
+def test_equal_logprobs_are_told_by_id_and_impossible_ones_are_not():
+    logits = np.array([1, 3, -np.inf, 3, 3], np.float32)
+    assert [token for token, _ in logprobs(logits, 0, 2).top] == [1, 3]
+    assert [token for token, _ in logprobs(logits, 0, 20).top] == [1, 3, 4, 0]
 
 
 def test_margin():
@@ -164,11 +172,42 @@ def test_margin():
         {"seed": 2**63},
         {"max_tokens": 0},
         {"stop": ("",)},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.nan},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"logit_bias": {5: 101}},
+        {"logit_bias": {-1: 1}},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": 3},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"grammar": "yaml:a"},
+        {"grammar": "regex:"},
+        {"grammar": "regex"},
     ],
 )
 def test_settings_are_checked(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         SamplingParams(**bad)
+
+
+def test_a_schema_that_is_no_json_is_refused_with_the_place():
+    with pytest.raises(ConfigError, match="line 2 column 1"):
+        Grammar("json_schema", '{"type":\n}')
+    with pytest.raises(ConfigError, match="not an object"):
+        Grammar("json_schema", "false")
+
+
+def test_settings_are_taken_as_they_are_stored():
+    stored = {"logit_bias": {"7": -1, "3": 2.5}, "grammar": "regex:a:+"}
+    params = SamplingParams(**stored)  # type: ignore[arg-type]
+    assert params == SamplingParams(
+        logit_bias=((3, 2.5), (7, -1.0)), grammar=Grammar("regex", "a:+")
+    )
+    assert replace(params, seed=1).logit_bias == params.logit_bias
+    assert str(params.grammar) == stored["grammar"]
+    assert SamplingParams(grammar="none") == SamplingParams()  # type: ignore[arg-type]
 
 
 def test_settings_load_no_numpy():

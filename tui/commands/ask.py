@@ -38,6 +38,15 @@ from tui.printers import printer
 @click.option("--raw", is_flag=True, help="The exact text, on a terminal too.")
 @click.option("-x", "--extract", is_flag=True, help="Only the last code block of the reply.")
 @click.option("--stop", multiple=True, type=TEXT, metavar="S", help="A text that ends the reply.")
+@click.option(
+    "--json-schema", type=TEXT, metavar="FILE|JSON", help="The reply is JSON of this schema."
+)
+@click.option(
+    "--regex", type=TEXT, metavar="RE", help="The whole reply matches this regular expression."
+)
+@click.option(
+    "--logprobs", metavar="N", help="With --json: how likely each token and the best N were."
+)
 @click.option("--max-tokens", metavar="N", help="Most tokens of the reply.")
 @click.option("--seed", metavar="N", help="Seed of the sampling noise.")
 @click.option(
@@ -62,6 +71,8 @@ def ask(
     jsonl: bool,
     raw: bool,
     extract: bool,
+    json_schema: str | None,
+    regex: str | None,
     **flags: Any,
 ) -> int:
     """Ask PROMPT and print the reply; - is stdin.
@@ -72,7 +83,10 @@ def ask(
     if as_json + jsonl + raw + extract > 1:
         raise UsageError("Only one of --json, --jsonl, --raw and -x can be used.")
     ref = check_resume(newest, resume, ephemeral=ephemeral, system=system, fork=fork)
-    settings = found.settings(flags_of(options, **flags))
+    if flags["logprobs"] is not None and not (as_json or jsonl):
+        raise UsageError("--logprobs needs --json or --jsonl.")
+    grammar = _grammar(json_schema, regex)
+    settings = found.settings(flags_of(options, grammar=grammar, **flags))
     form = printer(as_json=as_json, jsonl=jsonl, raw=raw, extract=extract)
     text = prompt_text.assemble(prompt, files)
     chat = done = None
@@ -113,3 +127,24 @@ def ask(
     if done is not None and output.is_terminal(sys.stderr) and not (as_json or jsonl):
         found.note(answer.summary(done))
     return interrupts.exit_code
+
+
+def _grammar(json_schema: str | None, regex: str | None) -> str | None:
+    """The form that the flags ask for, as `sampling.grammar` spells it.
+
+    Raises:
+        UsageError: Two forms, or a file that cannot be read.
+    """
+    if json_schema is None:
+        return None if regex is None else f"regex:{regex}"
+    if regex is not None:
+        raise UsageError("Only one of --json-schema and --regex can be used.")
+    if json_schema.lstrip().startswith("{"):
+        return f"json_schema:{json_schema}"
+    try:
+        text = Path(json_schema).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"The schema {json_schema} cannot be read: {error}.", hint="Name a file, or write JSON."
+        ) from None
+    return f"json_schema:{text}"

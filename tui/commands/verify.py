@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tui import output
-from tui.command import FILE, Command, Globals, device_option, json_option
+from tui.command import FILE, Command, Globals, device_option, draft_model_option, json_option
 
 DIFFERENT = 7
 """Exit status when an expectation failed."""
@@ -38,6 +38,7 @@ class Numbers(click.ParamType):
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--temperature", "temperatures", type=Numbers(), default="0,0.7,1", show_default=True)
 @click.option("--drafters", default="ngram,random", show_default=True, metavar="A,..")
+@draft_model_option
 @click.option("-m", "--model", metavar="MODEL", help="Catalogue name, .gguf or folder.")
 @device_option
 @click.option("--threads", metavar="N", help="CPU threads.")
@@ -50,6 +51,7 @@ def verify(
     max_tokens: int,
     temperatures: tuple[float, ...],
     drafters: str,
+    draft_model: str | None,
     model: str | None,
     device: str | None,
     threads: str | None,
@@ -79,6 +81,7 @@ def verify(
         max_tokens=max_tokens,
         temperatures=temperatures,
         drafters=settings["spec.drafters"],
+        draft_model=draft_model,
         threads=settings["threads"],
         progress=progress,
     )

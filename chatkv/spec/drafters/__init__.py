@@ -3,28 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from chatkv.errors import ConfigError
+from chatkv.models.model import Model
 from chatkv.spec.drafter import Drafter, GuardedDrafters
+from chatkv.spec.drafters.draft_model import DraftModelDrafter
+from chatkv.spec.drafters.history import HistoryDrafter
+from chatkv.spec.drafters.lookahead import LookaheadDrafter
 from chatkv.spec.drafters.ngram import NgramDrafter
 from chatkv.spec.drafters.random import RandomDrafter
+from chatkv.spec.token_log import TokenLog
 
-DRAFTERS: dict[str, Callable[[int], Drafter]] = {
-    "ngram": lambda vocab_size: NgramDrafter(),
-    "random": lambda vocab_size: RandomDrafter(vocab_size),
+MERGED = "merged"
+"""May stand among the names, and adds nothing: the trees of several drafters are always merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMeans:
+    """What drafters are made from."""
+
+    vocab_size: int
+    log: TokenLog | None = None
+    """Other conversations; None where there are none, or none may be read."""
+    draft: Model | None = None
+    """The smaller model of `draft_model`, which nobody else uses."""
+    context_limit: int = 0
+    """Tokens of the longest sequence."""
+
+
+DRAFTERS: dict[str, Callable[[DraftMeans], Drafter]] = {
+    "ngram": lambda means: NgramDrafter(),
+    "history": lambda means: HistoryDrafter(means.log),
+    "lookahead": lambda means: LookaheadDrafter(),
+    "draft_model": lambda means: _draft_model(means),
+    "random": lambda means: RandomDrafter(means.vocab_size),
 }
-"""Name -> maker, which is given the size of the vocabulary."""
 
 
-def create_drafters(names: Sequence[str], *, vocab_size: int) -> GuardedDrafters:
+def _draft_model(means: DraftMeans) -> Drafter:
+    if means.draft is None:
+        raise ConfigError(
+            "The drafter 'draft_model' has no model.", hint="Name one with --draft-model."
+        )
+    return DraftModelDrafter(means.draft, means.context_limit)
+
+
+def check_names(names: Sequence[str]) -> list[str]:
+    """The drafters that are meant, each once. Raises ConfigError for a name that is unknown."""
+    chosen = [name for name in dict.fromkeys(names) if name != MERGED]
+    for name in chosen:
+        if name not in DRAFTERS:
+            raise ConfigError(
+                f"Unknown drafter {name!r}.", hint=f"Use one of: {', '.join(sorted(DRAFTERS))}."
+            )
+    if names and not chosen:
+        raise ConfigError(
+            "The drafter 'merged' joins the guesses of others, and none is named.",
+            hint="Name them too: ngram,history,merged.",
+        )
+    return chosen
+
+
+def create_drafters(names: Sequence[str], means: DraftMeans) -> GuardedDrafters:
     """The named drafters behind one guard.
 
     Raises:
         ConfigError: A name is unknown.
     """
-    for name in names:
-        if name not in DRAFTERS:
-            raise ConfigError(
-                f"Unknown drafter {name!r}.", hint=f"Use one of: {', '.join(sorted(DRAFTERS))}."
-            )
-    return GuardedDrafters([DRAFTERS[name](vocab_size) for name in names], vocab_size=vocab_size)
+    made = [DRAFTERS[name](means) for name in check_names(names)]
+    return GuardedDrafters(made, vocab_size=means.vocab_size)

@@ -1,0 +1,144 @@
+"""Captured prompt chunks: one CUDA graph per number of rows, for every start and every length.
+
+Knows buffers, staged inputs and graphs; the arithmetic is in `cuda_layers.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chatkv.kv.pool import PagePool
+from chatkv.models.chunks import Chunking
+from chatkv.models.cuda_layers import CONTEXT_LIMIT, Layers, Room, Rows
+from chatkv.models.graphs import ROWS, captured
+from chatkv.models.staged import Staged
+
+
+class CapturedChunk:
+    """Chunks of one size: their inputs and their graph.
+
+    Args:
+        layers: The model.
+        pool: The pages the graph reads and writes.
+        room: Buffers of so many rows.
+        last: Where the new row that comes last is left, as row 0.
+        memory: Pool of memory that all graphs share; None does not capture.
+    """
+
+    def __init__(
+        self, layers: Layers, pool: PagePool, room: Room, last: Room, memory: Any | None
+    ) -> None:
+        self.layers, self.pool, self.room, self.last = layers, pool, room, last
+        self._memory = memory
+        self._graph: torch.cuda.CUDAGraph | None = None
+        rows, ints, longs = len(room.hidden), torch.int32, torch.int64
+        entries = pool.pages_for(min(layers.spec.context_limit, CONTEXT_LIMIT))
+        self.inputs = Staged(
+            {
+                "tokens": (ints, (rows,)),
+                "positions": (ints, (rows,)),
+                "slots": (longs, (rows,)),
+                "span": (ints, (3,)),
+                "last": (longs, (1,)),
+                "page_table": (ints, (entries,)),
+            },
+            layers.device,
+        )
+
+    def run(
+        self, tokens: np.ndarray, slots: np.ndarray, entries: np.ndarray, start: int, known: int
+    ) -> None:
+        """Run new ids behind `known` slots in a chunk that begins at slot `start`.
+
+        All rows are run, the known and the missing ones as padding: one shape, the same bits.
+        Returns before the device is done.
+        """
+        there = self.inputs.begin()
+        first, stop = known - start, known - start + len(tokens)
+        there["tokens"].fill(0)
+        there["tokens"][first:stop] = tokens
+        there["slots"].fill(-1)
+        there["slots"][first:stop] = slots
+        np.minimum(
+            np.arange(start, start + len(there["positions"]), dtype=np.int32),
+            start + stop - 1,
+            out=there["positions"],
+        )
+        there["span"][:] = start, known, start + stop
+        there["last"][0] = stop - 1
+        there["page_table"][: len(entries)] = entries
+        self.inputs.send()
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._compute()
+        if self._memory is not None:
+            self._graph = captured(self._compute, self._memory)
+
+    def _compute(self) -> None:
+        there, room = self.inputs.device, self.room
+        rows = Rows(there["tokens"], there["positions"], there["slots"])
+        self.layers.chunk(rows, self.pool, room, there["page_table"], there["span"])
+        torch.index_select(room.hidden, 0, there["last"], out=self.last.hidden[:1])
+        torch.index_select(room.x, 0, there["last"], out=self.last.x[:1])
+
+
+class ChunkGraphs:
+    """The captured chunks of one model, in buffers they share.
+
+    Args:
+        layers: The model.
+        capture: False runs every chunk launch by launch: slower, the same bits.
+    """
+
+    def __init__(self, layers: Layers, *, capture: bool = True) -> None:
+        self.layers = layers
+        self.chunking = Chunking.of(layers.spec.hidden_size)
+        self.capture = capture and layers.device.type == "cuda"
+        self._chunks: dict[int, CapturedChunk] = {}
+        self._room: Room | None = None
+        self._last = layers.room(ROWS[0])
+        self._head: torch.cuda.CUDAGraph | None = None
+        self._logits = torch.zeros(layers.spec.vocab_size, pin_memory=layers.device.type == "cuda")
+        self._pages: Tensor | None = None
+        self._memory: Any | None = None
+
+    def run(
+        self, rows: int, tokens: np.ndarray, slots: np.ndarray, entries: np.ndarray, start: int,
+        known: int, pool: PagePool,
+    ) -> None:  # fmt: skip
+        """Run new ids in a chunk of `rows` rows. See `CapturedChunk.run`."""
+        if self._pages is not pool.data:
+            # Graphs hold addresses of pages.
+            self._chunks.clear()
+            self._head = None
+            self._pages = pool.data
+            self._memory = torch.cuda.graph_pool_handle() if self.capture else None
+        if self._room is None:
+            self._room = self.layers.room(self.chunking.last, with_logits=False, chunk=True)
+        chunk = self._chunks.get(rows)
+        if chunk is None:
+            room = self._room.first(rows)
+            chunk = CapturedChunk(self.layers, pool, room, self._last, self._memory)
+            self._chunks[rows] = chunk
+        chunk.run(tokens, slots, entries, start, known)
+
+    def logits(self) -> np.ndarray:
+        """[V] float32 of the new row that came last; waits for the device."""
+        if self._head is not None:
+            self._head.replay()
+        else:
+            self._project()
+            if self._memory is not None:
+                self._head = captured(self._project, self._memory)
+        self._logits.copy_(self._last.logits[0], non_blocking=True)
+        if self.layers.device.type == "cuda":
+            torch.cuda.current_stream(self.layers.device).synchronize()
+        return self._logits.numpy().copy()
+
+    def _project(self) -> None:
+        self.layers.head(self._last)

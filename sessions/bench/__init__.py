@@ -1,0 +1,1 @@
+"""What `chatkv bench` measures. Returns rows; prints nothing."""

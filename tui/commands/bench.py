@@ -1,0 +1,260 @@
+"""`chatkv bench`: measurements on this machine, as a table, JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from chatkv.errors import UsageError
+from tui import output
+from tui.command import FILE, Command, Globals
+
+if TYPE_CHECKING:
+    from sessions.bench.attention import Report, Row
+
+WRONG = 7
+"""Exit status when a result is wrong: a fast wrong answer is no result."""
+STDOUT = "-"
+
+
+class Counts(click.ParamType):
+    """`1,16,64`."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            counts = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            counts = ()
+        if not counts or min(counts) < 1:
+            self.fail(f"{value!r} is no list of counts such as 1,16,64.", param, ctx)
+        return counts
+
+
+class Heads(click.ParamType):
+    """`32/8`: query heads and kv heads."""
+
+    name = "heads"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        query, slash, kv = value.partition("/")
+        if not slash or not query.isdecimal() or not kv.isdecimal() or not int(query) * int(kv):
+            self.fail(f"{value!r} is no pair of heads such as 32/8.", param, ctx)
+        return int(query), int(kv)
+
+
+def result_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--json`, `--csv` and `--runs` of every measurement."""
+    for option in (
+        click.option(
+            "--runs", type=click.IntRange(1, 10_000), default=20, show_default=True, metavar="N",
+            help="Times each row is measured; the median is shown.",
+        ),
+        click.option("--csv", "csv_file", type=FILE, metavar="FILE", help="Write rows as CSV."),
+        click.option(
+            "--json", "json_file", is_flag=False, flag_value=STDOUT, metavar="[FILE]",
+            help="Write one JSON object; to stdout without FILE.",
+        ),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+@click.group(short_help="Measure this machine.")
+def bench() -> None:
+    """Measure this machine. What is timed is first compared with the reference."""
+
+
+@bench.command(cls=Command, short_help="Attention: time, rates and memory.")
+@click.option("--backend", "backends", metavar="B,..", help="Rows of the table; else all here.")
+@click.option(
+    "--shape",
+    "kind",
+    type=click.Choice(["decode", "prefill", "tree"]),
+    default="decode",
+    show_default=True,
+    help="What the new rows are.",
+)
+@click.option(
+    "--kv-len",
+    "kv_lens",
+    type=Counts(),
+    default="512,2048,8192",
+    show_default=True,
+    metavar="L,..",
+    help="Tokens of a sequence, new rows counted.",
+)
+@click.option(
+    "--rows",
+    type=Counts(),
+    metavar="R,..",
+    help="New rows of a sequence: 1, 16 of a tree, all of a prefill by default.",
+)
+@click.option("--seqs", type=click.IntRange(1), default=1, show_default=True, metavar="N")
+@click.option(
+    "--heads",
+    type=Heads(),
+    default="9/3",
+    show_default=True,
+    metavar="HQ/HK",
+    help="Query heads and kv heads.",
+)
+@click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, metavar="D")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    default="bf16",
+    show_default=True,
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+)
+@result_options
+@click.pass_obj
+def attention(
+    found: Globals,
+    backends: str | None,
+    kind: str,
+    kv_lens: tuple[int, ...],
+    rows: tuple[int, ...] | None,
+    seqs: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: str,
+    device: str,
+    runs: int,
+    csv_file: Path | None,
+    json_file: str | None,
+) -> int:  # fmt: skip
+    """Time attention by every backend and peer that is here.
+
+    Random keys and values on scattered pages; no model is loaded. Exit status 7 if a result is
+    wrong.
+    """
+    from sessions.bench.attention import measure  # loads torch, here in this process
+    from sessions.bench.request import Request
+
+    request = Request(
+        kind=kind,  # type: ignore[arg-type]
+        kv_lens=kv_lens,
+        rows=rows or (),
+        num_seqs=seqs,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        backends=tuple(filter(None, (backends or "").split(","))),
+        turns=runs,
+    )
+
+    def progress(text: str) -> None:
+        if output.is_terminal(sys.stderr):
+            found.note(text)
+
+    report = measure(request, progress)
+    data = report.to_json()
+    if csv_file is not None:
+        _write(csv_file, as_csv(data))
+    if json_file is not None and json_file != STDOUT:
+        _write(Path(json_file), json.dumps({"v": output.VERSION, **data}, indent=1) + "\n")
+    if json_file == STDOUT:
+        output.write_json(data)
+    else:
+        for text in table(report):
+            output.line(text)
+    if report.num_wrong:
+        found.note(f"{report.num_wrong} of {len(report.rows)} results are wrong.")
+    return WRONG if report.num_wrong else 0
+
+
+def table(report: Report) -> list[str]:
+    """The table for people: a block for each number of rows, then what is missing and why."""
+    from sessions.bench.about import summary
+
+    lines = [summary(report.about)]
+    blocks: dict[str, list[Row]] = {}
+    for row in report.rows:
+        # All of a prefill differ in their rows.
+        rows = row.rows if row.kind != "prefill" or row.rows != row.kv_len else 0
+        title = (
+            f"{row.kind}, {_count(row.num_seqs, 'seq')}, "
+            f"{_count(rows, 'row') if rows else 'all rows'}, "
+            f"{row.num_heads}/{row.num_kv_heads} heads, D {row.head_dim}, {row.dtype}"
+        )
+        blocks.setdefault(title, []).append(row)
+    for title, rows in blocks.items():
+        on_cpu = all(row.allocated_mib is None for row in rows)
+        memory = "peak RSS" if on_cpu else "allocated / reserved"
+        cells = [["kv_len", "attention", "ms", "p10-p90", "TFLOP/s", "GB/s", memory]]
+        last = None
+        for row in rows:
+            cells.append(["" if row.kv_len == last else f"{row.kv_len:,}", *_cells(row)])
+            last = row.kv_len
+        lines += ["", f"{title}; memory: peak MiB over inputs"]
+        lines += output.columns(cells, right=(0, 2, 3, 4, 5, 6))
+    gaps: dict[str, list[str]] = {}
+    for gap in report.missing:
+        where = "" if gap.kv_len is None else f" at kv_len {gap.kv_len:,}, {gap.rows:,} rows"
+        gaps.setdefault(f"{gap.backend}: {gap.reason}", []).append(where)
+    lines += [""] * bool(gaps)
+    lines += [f"missing: {text}{';'.join(filter(None, where))}" for text, where in gaps.items()]
+    return lines
+
+
+def _cells(row: Row) -> list[str]:
+    name = row.backend if row.backend not in ("triton", "cpu") else f"{row.backend} paged"
+    if row.ms is None:
+        return [name, "wrong", "", "", "", f"error {row.error:.1e}"]
+    if row.allocated_mib is not None:
+        memory = f"{row.allocated_mib:,.1f} / {row.reserved_mib:,.1f}"
+    else:
+        memory = "-" if row.rss_mib is None else f"{row.rss_mib:,.1f}"
+    return [
+        name,
+        f"{row.ms:,.4f}" if row.ms < 1 else f"{row.ms:,.3f}",
+        f"{row.p10_ms:,.4f}-{row.p90_ms:,.4f}",
+        f"{row.tflop_per_s:,.3f}",
+        f"{row.gb_per_s:,.1f}",
+        memory,
+    ]
+
+
+def as_csv(data: dict[str, Any]) -> str:
+    """The rows of a result, each with what it was measured on."""
+    facts = {key: data["about"][key] for key in ("device", "commit", "command")}
+    facts |= data["about"]["versions"]
+    text = io.StringIO()
+    fields: Sequence[str] = [*(data["rows"][0] if data["rows"] else []), *facts]
+    writer = csv.DictWriter(text, fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**row, **facts} for row in data["rows"])
+    return text.getvalue()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}.", hint="Name another file."
+        ) from error
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
