@@ -1,0 +1,151 @@
+"""The file of a trained head: safetensors, and in its metadata what the head was made for.
+
+Knows names, shapes and numbers to compare; no training and no guessing.
+"""
+
+# Tensors are not typed closely enough for strict rules.
+# pyright: standard
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from chatkv.errors import HeadsMismatch
+from chatkv.models.spec import ModelSpec
+from chatkv.spec.heads.modules import Head, new_head, parameters_of
+from chatkv.spec.heads.shape import KINDS, HeadShape, shape_for
+
+FORMAT = 1
+DRAFT_IDS = "draft_ids"
+HINT = "Train heads for this model: chatkv train-heads; or --force-heads: slower, the same text."
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFile:
+    """A head with what its file says about it."""
+
+    head: Head
+    draft_ids: Tensor
+    """[K] int64, the most frequent first."""
+    target: Mapping[str, str]
+    """What it was made for: `target_of`."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Stages, minutes, tokens, steps; the prompts it learned from."""
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    """tau and a_d by temperature, with device and command."""
+
+
+def target_of(spec: ModelSpec, tokenizer_fingerprint: bytes) -> dict[str, str]:
+    """The identity of a target: its quantised tensors, its tokenizer."""
+    return {"weights": spec.weights_digest, "tokenizer": tokenizer_fingerprint.hex()}
+
+
+def save(path: Path, file: HeadFile) -> None:
+    """Write the file in bfloat16, whole or not at all."""
+    tensors = {
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, weight in parameters_of(file.head)
+    }
+    tensors[DRAFT_IDS] = file.draft_ids.to("cpu", torch.int32).contiguous()
+    about = {
+        "format": str(FORMAT),
+        **file.target,
+        "shape": json.dumps(asdict(file.head.shape)),
+        "training": json.dumps(dict(file.training)),
+        "measured": json.dumps(dict(file.measured)),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, part, metadata=about)
+        part.chmod(0o644)  # the library makes it private, and wheels keep modes
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load(
+    path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes, *, force: bool = False
+) -> HeadFile:
+    """Read a head for a target, float32.
+
+    Args:
+        force: Take a head of another quantisation or tokenizer. Widths must fit all the same.
+
+    Raises:
+        HeadsMismatch: With the field, what the file has and what is needed.
+    """
+    try:
+        with safe_open(path, framework="pt") as opened:
+            about = dict(opened.metadata() or {})
+            names = set(opened.keys())
+            tensors: dict[str, Tensor] = {name: opened.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size if path.is_file() else "no"
+        raise HeadsMismatch(
+            f"{path} is no file of draft heads: {error} ({size} bytes).", hint=HINT
+        ) from error
+    _expect(path, "format", about.get("format"), str(FORMAT))
+    if not force:
+        for name, needed in target_of(spec, tokenizer_fingerprint).items():
+            _expect(path, name, about.get(name), needed)
+    shape = _shape(path, about)
+    expected = shape_for(shape.kind, spec, draft_ids=shape.draft_ids, depth=shape.depth)
+    for name, needed in asdict(expected).items():
+        # The inner width is the head's own affair; its tensors are checked below.
+        if name != "inner":
+            _expect(path, name, getattr(shape, name), needed)
+    head = new_head(shape)
+    for name, weight in parameters_of(head):
+        found = tuple(tensors[name].shape) if name in tensors else None
+        _expect(path, f"shape of {name}", found, tuple(weight.shape))
+        _expect(path, f"{name} is finite", bool(tensors[name].isfinite().all()), True)
+        weight.data.copy_(tensors[name])
+    return HeadFile(
+        head.requires_grad_(False),
+        _draft_ids(path, tensors.get(DRAFT_IDS), shape, spec.vocab_size),
+        {name: about.get(name, "") for name in ("weights", "tokenizer")},
+        json.loads(about.get("training", "{}")),
+        json.loads(about.get("measured", "{}")),
+    )
+
+
+def _shape(path: Path, about: Mapping[str, str]) -> HeadShape:
+    try:
+        fields = json.loads(about["shape"])
+        shape = HeadShape(**{**fields, "taps": tuple(fields["taps"])})
+    except (KeyError, ValueError, TypeError) as error:
+        raise HeadsMismatch(
+            f"{path} says nothing usable of its shape: {error}.", hint=HINT
+        ) from error
+    if shape.kind not in KINDS:
+        _expect(path, "kind", shape.kind, " or ".join(KINDS))
+    return shape
+
+
+def _draft_ids(path: Path, ids: Tensor | None, shape: HeadShape, vocab_size: int) -> Tensor:
+    _expect(path, "number of draft ids", None if ids is None else len(ids), shape.draft_ids)
+    assert ids is not None, "its length was right"
+    ids = ids.long()
+    _expect(path, "number of different draft ids", len(ids.unique()), len(ids))
+    inside = int(((ids >= 0) & (ids < vocab_size)).sum())
+    _expect(path, f"number of draft ids below {vocab_size}", inside, len(ids))
+    return ids
+
+
+def _expect(path: Path, name: str, found: object, needed: object) -> None:
+    if found != needed:
+        raise HeadsMismatch(
+            f"{path.name} does not fit this model: {name} is {found}, needed is {needed}.",
+            hint=HINT,
+        )
