@@ -117,7 +117,7 @@ def _flashinfer(data: Data, **options: Any) -> Run:
     indptr = torch.tensor([0, *used], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     indices = torch.cat([data.table[n, :count] for n, count in enumerate(used)])
     last = torch.tensor([(length - 1) % size + 1 for length in data.host_lengths])
-    space = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+    space = torch.empty(512 << 20, dtype=torch.uint8, device=device)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(space, "HND", backend="fa2")
     starts = torch.arange(0, (data.batch + 1) * data.rows, data.rows, dtype=torch.int32)
     wrapper.plan(

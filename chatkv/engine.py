@@ -77,7 +77,7 @@ class Engine:
         self.prompts = Prompts(model, self.pool, self.prefix, self.saver)
         self.identity = model.identity(self.pool.page_size)
         self.root_key = root_key(fingerprint(self.identity), salt)
-        means = DraftMeans(spec.vocab_size, token_log, draft, self.context_limit)
+        means = DraftMeans(spec.vocab_size, token_log, draft, self.context_limit, model)
         drafters = create_drafters(config.drafters, means)
         if drafters.taps:
             model.tap(drafters.taps)
@@ -163,6 +163,9 @@ class Engine:
                 [seq.table for seq in seqs], trees, [reserved.slots for reserved in rows]
             )
             started = perf_counter()
+            for seq in seqs:
+                # A row that nobody holds when its step runs again need not be copied.
+                seq.last_logits = None
             result = self.model.step(batch, self.pool)
             result.sample([seq.sampler for seq in seqs])
             verified = perf_counter()

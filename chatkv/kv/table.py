@@ -165,10 +165,11 @@ class Reservation:
         assert self.open, f"keep with {self} closed"
         assert self._table.length == self.first, f"keep twice in {self}"
         # rows[i] >= i follows from the order, so that no row is overwritten before it moves.
-        rising = all(a < b for a, b in pairwise(rows))
+        in_place = rows == range(len(rows))  # compared without a look at each row
+        rising = in_place or all(a < b for a, b in pairwise(rows))
         if len(rows) == 0 or rows[0] != 0 or not rising or rows[-1] >= len(self.slots):
             raise ValueError(f"Cannot keep rows {list(rows)} of {len(self.slots)}.")
-        still = sum(row == index for index, row in enumerate(rows))
+        still = len(rows) if in_place else sum(row == index for index, row in enumerate(rows))
         if still < len(rows):
             pool = self._table.pool
             src = torch.as_tensor(self.slots[np.array(rows[still:])])

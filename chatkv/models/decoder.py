@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from chatkv.attention.call import AttentionCall
@@ -118,6 +119,15 @@ class Decoder:
     def chunk(self, offset: int) -> tuple[int, int]:
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
         return offset // self.chunk_tokens * self.chunk_tokens, self.chunk_tokens
+
+    def vocabulary_rows(
+        self, ids: npt.NDArray[np.int64], *, of_head: bool
+    ) -> npt.NDArray[np.float32]:
+        """[len(ids), H] the rows of the head at these ids, or of the embedding."""
+        rows = np.empty((len(ids), self.spec.hidden_size), np.float32)
+        matrix = self._head if of_head else self._vocabulary
+        block.embed(self._weights.data, matrix, ids.astype(np.int32), rows)
+        return rows
 
     def tap(self, layers: Sequence[int]) -> None:
         """Keep the residual behind these layers, counted from 1. Raises ValueError."""

@@ -18,8 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from chatkv.models.heads_triton import rotate_rows as rotate_rows
-from chatkv.models.heads_triton import rotate_rows_plain as rotate_rows_plain
 from chatkv.models.launch_options import EXACT, pdl_options
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from chatkv.spec.stats import Outcome
 from chatkv.spec.tree import DraftTree
 
-PRIOR_HITS, PRIOR_TRIALS = 1.0, 3.0
-"""Beta(1, 2): a source nobody has seen is right once in three."""
+PRIOR_TRIALS = 3.0
+"""What a source says of its own guess weighs as much as three trials."""
 KEEP = 0.5 ** (1 / 300)
 """Half-life of 300 trials: what worked a page ago counts, what worked yesterday fades."""
 DEEPEST = 8
@@ -21,11 +21,15 @@ class Calibration:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int, int, bool], tuple[float, float]] = {}
 
-    def rate(self, source: str, depth: int, score: int, greedy: bool) -> float:
-        """Chance that such a guess is right, given that its parent is."""
+    def rate(self, source: str, depth: int, score: int, greedy: bool, own: float = 1 / 3) -> float:
+        """Chance that such a guess is right, given that its parent is.
+
+        Args:
+            own: What the source says of it, which counts until it is known better.
+        """
         key = (source, min(depth, DEEPEST), score, greedy)
         hits, tried = self._counts.get(key, (0.0, 0.0))
-        return (hits + PRIOR_HITS) / (tried + PRIOR_TRIALS)
+        return (hits + PRIOR_TRIALS * own) / (tried + PRIOR_TRIALS)
 
     def learn(self, outcomes: Iterable[Outcome], greedy: bool) -> None:
         """Count what `stats.trials` found."""
@@ -39,11 +43,13 @@ class Calibration:
         chance = [1.0]
         parents: list[int] = tree.parents.tolist()
         bins: list[list[int]] = tree.bins.tolist()
+        said: list[float] = tree.chance.tolist()
         sources, depths = tree.sources, tree.depths
         for row in range(1, len(parents)):
             best = 0.0
+            own = said[row] / max(said[parents[row]], 1e-9)
             for source, score in zip(sources, bins[row], strict=True):
                 if score:
-                    best = max(best, self.rate(source, depths[row], score, greedy))
+                    best = max(best, self.rate(source, depths[row], score, greedy, own))
             chance.append(chance[parents[row]] * best)
         return chance

@@ -19,6 +19,7 @@ from chatkv.models.folder import ModelFolder
 
 pytest.importorskip("triton")
 from chatkv.models import fused_triton as fused
+from chatkv.models import heads_triton
 from chatkv.models.cuda_layers import Layers
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def plain_logits(weights: DenseWeights, ids: list[int]) -> torch.Tensor:
         q = torch.zeros(rows, spec.num_heads, spec.head_dim)
         pages = torch.zeros(1, 2, spec.num_kv_heads, 64, spec.head_dim)
         qkv = x @ layer.qkv.T
-        fused.rotate_rows_plain(qkv, layer.bias, angles, where, where.long(), q, pages)
+        heads_triton.rotate_rows_plain(qkv, layer.bias, angles, where, where.long(), q, pages)
         keys, values = pages[0, :, :, :rows]
         attended = attend_chunk_plain(q, keys, values, 0, spec.head_dim**-0.5)
         fused.norm_rows_plain(

@@ -278,7 +278,9 @@ def test_calibrated_trusts_the_best_source():
     calibration.learn([("a", 1, 1, True)] * 50 + [("b", 1, 1, False)] * 50, False)
     one, two = (DraftTree.of([1, 2], [0, 0], source=name) for name in "ab")
     merged = calibration.chances(DraftTree.merge([one, two]), False)
-    assert merged == [1.0, calibration.rate("a", 1, 1, False)]
+    assert merged == [1.0, calibration.rate("a", 1, 1, False, own=0.5)]
+    unseen = DraftTree.of([1, 2, 3], [0, 0, 1], [1.0, 0.8, 0.2], source="c")
+    assert calibration.chances(unseen, False) == pytest.approx([1.0, 0.8, 0.2])
 
 
 def test_trials_count_children_of_right_rows_only():

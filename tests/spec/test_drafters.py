@@ -144,7 +144,8 @@ def test_bins():
 
 def test_registry():
     means = DraftMeans(vocab_size=9, draft=TinyModel(), context_limit=99)
-    assert create_drafters(list(DRAFTERS), means).names == tuple(DRAFTERS)
+    names = [name for name in DRAFTERS if name != "heads"]
+    assert create_drafters(names, means).names == tuple(names)
     with pytest.raises(ConfigError, match="has no model"):
         create_drafters(["draft_model"], DraftMeans(vocab_size=9))
     assert create_drafters(["random", "merged", "ngram"], means).names == ("random", "ngram")

@@ -9,6 +9,7 @@ from chatkv.errors import ConfigError
 from chatkv.models.model import Model
 from chatkv.spec.drafter import Drafter, GuardedDrafters
 from chatkv.spec.drafters.draft_model import DraftModelDrafter
+from chatkv.spec.drafters.heads import load_heads
 from chatkv.spec.drafters.history import HistoryDrafter
 from chatkv.spec.drafters.lookahead import LookaheadDrafter
 from chatkv.spec.drafters.ngram import NgramDrafter
@@ -30,15 +31,23 @@ class DraftMeans:
     """The smaller model of `draft_model`, which nobody else uses."""
     context_limit: int = 0
     """Tokens of the longest sequence."""
+    target: Model | None = None
+    """The model that is guessed for, which `heads` belong to."""
 
 
 DRAFTERS: dict[str, Callable[[DraftMeans], Drafter]] = {
     "ngram": lambda means: NgramDrafter(),
     "history": lambda means: HistoryDrafter(means.log),
     "lookahead": lambda means: LookaheadDrafter(),
+    "heads": lambda means: _heads(means),
     "draft_model": lambda means: _draft_model(means),
     "random": lambda means: RandomDrafter(means.vocab_size),
 }
+
+
+def _heads(means: DraftMeans) -> Drafter:
+    assert means.target is not None, "an engine has a model"
+    return load_heads(means.target)
 
 
 def _draft_model(means: DraftMeans) -> Drafter:

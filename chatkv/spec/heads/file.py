@@ -120,6 +120,17 @@ def load(
     )
 
 
+def is_for(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> bool:
+    """Whether a file says that it was made for this target. Reads no tensor."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            about = dict(opened.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+    needed = target_of(spec, tokenizer_fingerprint)
+    return all(about.get(name) == value for name, value in needed.items())
+
+
 def _shape(path: Path, about: Mapping[str, str]) -> HeadShape:
     try:
         fields = json.loads(about["shape"])

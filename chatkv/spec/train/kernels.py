@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from chatkv.models import fused_triton as fused
+from chatkv.models import heads_triton
 
 HEADS = 8
 """Heads of one program that rotates: with thousands of rows, one each would be many small ones."""
@@ -31,8 +32,8 @@ def kernels_for(device: torch.device) -> RowKernels:
         return RowKernels(
             fused.embed_rows_plain,
             fused.norm_rows_plain,
-            fused.rotate_rows_plain,
+            heads_triton.rotate_rows_plain,
             fused.gate_rows_plain,
         )
-    rotate = partial(fused.rotate_rows, heads_a_program=HEADS)
+    rotate = partial(heads_triton.rotate_rows, heads_a_program=HEADS)
     return RowKernels(fused.embed_rows, fused.norm_rows, rotate, fused.gate_rows)

@@ -1,0 +1,123 @@
+"""Guesses of a trained head, from what the target itself computed for the last token.
+
+Knows features and trees; how a head computes is in `chatkv/spec/heads`. A reply's first token comes
+from its prompt, whose features nobody kept: one step without a guess brings them, after a resume as
+well as without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from chatkv.errors import HeadsMismatch
+from chatkv.models.logits import KeptRow
+from chatkv.models.model import Model
+from chatkv.spec.drafter import DraftContext
+from chatkv.spec.tree import DraftTree
+from chatkv.spec.verify import Accepted
+
+WEIGHTS = Path(__file__).parent.parent / "weights"
+"""Heads that ship with chatkv, by the digest of the weights they were trained for."""
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
+"""Upper edges of the score bins: what the head gives a guess, its parent being right."""
+
+
+class Grower(Protocol):
+    """How a head runs on one kind of device."""
+
+    def grow(
+        self,
+        taps: KeptRow,
+        root: int,
+        position: int,
+        *,
+        temperature: float,
+        seed: int,
+        max_rows: int,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and chances of a tree, its root first."""
+        ...
+
+
+class HeadsDrafter:
+    """A tree from a head.
+
+    Args:
+        grower: The head, on the target's device.
+        taps: The layers it reads.
+    """
+
+    name = "heads"
+
+    def __init__(self, grower: Grower, taps: tuple[int, ...]) -> None:
+        self.grower = grower
+        self.taps = taps
+
+    def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Nothing to take up: all it needs comes with the context."""
+
+    def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
+        """One tree for each context."""
+        return [self._tree(context, rows) for context, rows in zip(contexts, max_rows, strict=True)]
+
+    def observe(self, seq_id: int, accepted: Accepted) -> None:
+        """Nothing to learn."""
+
+    def drop(self, seq_id: int) -> None:
+        """Nothing to free."""
+
+    def _tree(self, context: DraftContext, max_rows: int) -> DraftTree:
+        root = int(context.tokens[-1])
+        if context.features is None or max_rows < 2:
+            return DraftTree.root(root)
+        params = context.sampler.params
+        tokens, parents, chance = self.grower.grow(
+            context.features,
+            root,
+            len(context.tokens),
+            temperature=params.temperature,
+            seed=params.seed,
+            max_rows=max_rows,
+        )
+        shares = [c / max(chance[p], 1e-9) for c, p in zip(chance, parents, strict=True)]
+        bins = [0, *(1 + sum(share >= edge for edge in SHARES) for share in shares[1:])]
+        return DraftTree.of(tokens, parents, chance, bins, self.name).best(max_rows)
+
+
+def find_heads(model: Model) -> Path | None:
+    """The file that ships for a model, or None."""
+    for path in sorted(WEIGHTS.glob("*.safetensors")):
+        from chatkv.spec.heads.file import is_for
+
+        if is_for(path, model.spec, model.tokenizer.tok_fp()):
+            return path
+    return None
+
+
+def load_heads(model: Model, path: Path | None = None) -> HeadsDrafter:
+    """The drafter of a model's heads.
+
+    Args:
+        path: Of a file of heads; None is the one that ships for the model.
+
+    Raises:
+        HeadsMismatch: There is none, or it was made for another model; says both values.
+    """
+    from chatkv.spec.heads import file as head_file
+
+    found = path or find_heads(model)
+    if found is None:
+        raise HeadsMismatch(
+            f"No draft heads ship for {model.spec.name}.",
+            hint="Leave `heads` out of --drafters, or train some: python -m chatkv.spec.train.",
+        )
+    opened = head_file.load(found, model.spec, model.tokenizer.tok_fp())
+    grower: Grower
+    if model.device == "cpu":
+        from chatkv.spec.heads.cpu import grower_of
+    else:
+        from chatkv.spec.heads.device import grower_of
+    grower = grower_of(opened, model)
+    return HeadsDrafter(grower, opened.head.shape.taps)
