@@ -17,7 +17,13 @@ from chatkv.kv.table import PageTable
 from chatkv.models import cuda_layers, random_model
 from chatkv.models.chunks import Chunking
 from chatkv.models.cuda_decoder import CudaDecoder
+from chatkv.models.graphs import DeviceRow
 from chatkv.sampling import Sampler, SamplingParams
+from chatkv.spec.heads.device import GROWTH, DeviceGrower
+from chatkv.spec.heads.file import HeadFile
+from chatkv.spec.heads.grow import RecurrentCell, Vocabulary, grow
+from chatkv.spec.heads.modules import new_head
+from chatkv.spec.heads.shape import shape_for
 from chatkv.spec.tree import DraftTree
 
 # Attention leaves rows that are padding as it finds them.
@@ -137,3 +143,33 @@ def test_tapped_residuals_are_a_rows_own(make: Make) -> None:
     assert whole.shape == (2, decoder.spec.hidden_size)
     assert np.abs(whole[0] - whole[1]).max() > 0
     np.testing.assert_allclose(whole, features([ids[:2], ids[2:3], ids[3:]]), atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_head_grows_the_tree_of_its_modules(make: Make, temperature: float) -> None:
+    decoder = make("random:tiny")
+    spec, weights = decoder.spec, decoder.layers.weights
+    torch.manual_seed(2)
+    head = new_head(shape_for("recurrent", spec, draft_ids=64)).requires_grad_(False)
+    file = HeadFile(head, torch.arange(64) * 3, {})
+    taps = torch.randn(2, spec.hidden_size)[[0, 1, 1]]
+    grower = DeviceGrower(file, decoder)
+    for _ in range(2):
+        tokens, parents, chance = grower.grow(
+            DeviceRow(taps), 7, 30, temperature=temperature, seed=9, max_rows=16
+        )
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=9))
+    ids = file.draft_ids.numpy()
+    noise = [sampler.noise(30 + depth, ids) for depth in range(GROWTH.depth)]
+    expected = grow(
+        head,
+        RecurrentCell(head, taps[None]),  # type: ignore[arg-type]
+        Vocabulary.of(file.draft_ids, weights.head, weights.embedding),
+        torch.tensor([7]),
+        GROWTH,
+        inverse_t=torch.tensor([1 / temperature if temperature else 1.0]),
+        noise=torch.from_numpy(np.stack(noise))[None],
+    )
+    assert tokens == expected.tokens[0].tolist()
+    assert parents == expected.parents[0].tolist()
+    np.testing.assert_allclose(chance, expected.chance[0], rtol=1e-4)

@@ -163,4 +163,11 @@ def grower_of(file: HeadFile, model: Model) -> CpuGrower:
             f"Heads of kind {file.head.shape.kind} do not run on {model.device}.",
             hint="Recurrent ones do.",
         )
+    shape = file.head.shape
+    if shape.inner % 32 or shape.draft_ids % 16:
+        raise HeadsMismatch(
+            f"Heads with {shape.inner} inner channels and {shape.draft_ids} draft ids do not run "
+            "on the CPU.",
+            hint="They are packed in blocks of 32 channels and 16 ids.",
+        )
     return CpuGrower(file, model)

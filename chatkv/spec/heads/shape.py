@@ -49,7 +49,8 @@ def shape_for(
     """The shape of a head of this kind for a target."""
     inner = {
         "parallel": spec.hidden_size,
-        "recurrent": 4 * spec.hidden_size // 3,
+        # A multiple of what a packed block holds.
+        "recurrent": -(-4 * spec.hidden_size // 96) * 32,
         "eagle": spec.intermediate_size,
     }[kind]
     return HeadShape(

@@ -1,0 +1,125 @@
+"""The drafter `heads` on a real decoder: taps, trees, and no other text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from chatkv.config import EngineConfig
+from chatkv.engine import Engine
+from chatkv.errors import HeadsMismatch
+from chatkv.models import weights
+from chatkv.models.catalog import ModelFile
+from chatkv.models.decoder import Decoder
+from chatkv.sampling import Sampler, SamplingParams
+from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafters import heads as heads_drafter
+from chatkv.spec.drafters.heads import HeadsDrafter, load_heads
+from chatkv.spec.drafting import Drafting
+from chatkv.spec.heads.cpu import CONSIDERED, CpuGrower, grower_of
+from chatkv.spec.heads.file import HeadFile, save, target_of
+from chatkv.spec.heads.grow import Growth, RecurrentCell, Vocabulary, grow
+from chatkv.spec.heads.modules import new_head
+from chatkv.spec.heads.shape import shape_for
+from chatkv.tokenizer import Tokenizer
+
+COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
+DRAFT_IDS = 160
+
+
+@pytest.fixture
+def decoder(make_gguf, cache, tmp_path) -> Decoder:
+    model = weights.load(ModelFile("model", make_gguf(tmp_path / "model.gguf", seed=5)))
+    return Decoder(model, Tokenizer.from_file(model.folder / "tokenizer.json"))
+
+
+def head_file(decoder: Decoder, kind: str = "recurrent", draft_ids: int = DRAFT_IDS) -> HeadFile:
+    torch.manual_seed(1)
+    head = new_head(shape_for(kind, decoder.spec, draft_ids=draft_ids)).requires_grad_(False)
+    target = target_of(decoder.spec, decoder.tokenizer.tok_fp())
+    return HeadFile(head, torch.arange(draft_ids) + 3, target)
+
+
+def test_a_tree_is_that_of_the_modules(decoder):
+    """The packed products lose what Q8_0 loses, so chances are close and the order is kept."""
+    file = head_file(decoder)
+    grower = CpuGrower(file, decoder, depth=2, children=3)
+    taps = np.random.default_rng(0).standard_normal((3, decoder.spec.hidden_size))
+    taps = taps.astype(np.float32)
+    rows = torch.from_numpy(
+        decoder.vocabulary_rows(np.arange(decoder.spec.vocab_size), of_head=False)
+    )
+    for temperature in (0.0, 0.8):
+        found = grower.grow(taps, 9, 40, temperature=temperature, seed=5, max_rows=7)
+        noise = Sampler(SamplingParams(temperature=temperature, seed=5))
+        ids = file.draft_ids.numpy()
+        noises = np.stack([noise.noise(40 + depth, ids) for depth in range(2)])
+        expected = grow(
+            file.head,
+            RecurrentCell(file.head, torch.from_numpy(taps)[None]),  # type: ignore[arg-type]
+            Vocabulary.of(file.draft_ids, rows, rows),
+            torch.tensor([9]),
+            Growth(rows=4, depth=1, width=1, children=3),
+            inverse_t=torch.tensor([1 / temperature if temperature else 1.0]),
+            noise=torch.from_numpy(noises)[None],
+        )
+        tokens, parents, chance = found
+        assert tokens[:4] == expected.tokens[0].tolist()
+        assert parents[:4] == [0, 0, 0, 0]
+        np.testing.assert_allclose(chance[1:4], expected.chance[0, 1:], rtol=0.2)
+        assert DRAFT_IDS > CONSIDERED
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafted_is_plain(decoder, temperature):
+    params = SamplingParams(temperature=temperature, seed=2, max_tokens=60)
+    prompt = [1, *np.random.default_rng(0).integers(3, 250, 20).tolist()]
+
+    def reply(engine: Engine) -> list[int]:
+        seq = engine.add(prompt, [False] * len(prompt), params)
+        for _ in engine.prefill(seq):
+            pass
+        while not seq.finished:
+            engine.step([seq])
+        engine.finish(seq)
+        return seq.tokens
+
+    expected = reply(Engine(decoder, EngineConfig(spec="none"), costs=COSTS))
+    drafter = HeadsDrafter(grower_of(head_file(decoder), decoder), (1, 2, 3))
+    decoder.tap(drafter.taps)
+    engine = Engine(decoder, EngineConfig(spec="tree:5"), costs=COSTS, guard=False)
+    guarded = GuardedDrafters([drafter], vocab_size=decoder.spec.vocab_size)
+    engine.drafting = Drafting(guarded, COSTS, "tree:5", guard=False)
+    assert reply(engine) == expected
+    stats = engine.drafting.controller.stats
+    assert stats.steps - stats.plain_steps > 20
+    assert not guarded.failures
+    assert not engine.drafting.features
+
+
+def test_the_first_token_has_no_features_and_no_guess(decoder):
+    drafter = HeadsDrafter(grower_of(head_file(decoder), decoder), (1, 2, 3))
+    context = DraftContext(1, [1, 2, 3], Sampler(SamplingParams()))
+    (tree,) = drafter.propose([context], [8])
+    assert len(tree) == 1
+
+
+def test_what_ships_is_found_by_the_weights_it_was_made_for(decoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
+    with pytest.raises(HeadsMismatch, match="No draft heads ship"):
+        load_heads(decoder)
+    save(tmp_path / "b.safetensors", head_file(decoder))
+    (tmp_path / "a.safetensors").write_bytes(b"no file of heads")
+    assert load_heads(decoder).taps == (1, 2, 3)
+
+
+@pytest.mark.parametrize(("kind", "draft_ids"), [("eagle", 160), ("parallel", 160)])
+def test_kinds_that_do_not_run_here_say_so(decoder, kind, draft_ids):
+    with pytest.raises(HeadsMismatch, match=f"kind {kind}"):
+        grower_of(head_file(decoder, kind, draft_ids), decoder)
+
+
+def test_heads_that_cannot_be_packed_say_so(decoder):
+    with pytest.raises(HeadsMismatch, match="30 draft ids"):
+        grower_of(head_file(decoder, draft_ids=30), decoder)
