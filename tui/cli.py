@@ -34,6 +34,7 @@ COMMANDS = {
     "export": ("tui.commands.export:export", "Write chats as JSON lines."),
     "verify": ("tui.commands.verify:verify", "Prove that drafting changes no token."),
     "bench": ("tui.commands.bench:bench", "Measure this machine."),
+    "train-heads": ("tui.commands.train_heads:train_heads", "Train draft heads for a model."),
     "models": ("tui.commands.models:models", "List, describe and fetch models."),
     "kv": ("tui.commands.kv:kv", "What the page cache on disk holds."),
     "doctor": ("tui.commands.doctor:doctor", "Check this installation."),

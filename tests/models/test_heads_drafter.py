@@ -107,7 +107,7 @@ def test_the_first_token_has_no_features_and_no_guess(decoder):
 
 def test_what_ships_is_found_by_the_weights_it_was_made_for(decoder, tmp_path, monkeypatch):
     monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
-    with pytest.raises(HeadsMismatch, match="No draft heads ship"):
+    with pytest.raises(HeadsMismatch, match="There are no draft heads"):
         load_heads(decoder)
     save(tmp_path / "b.safetensors", head_file(decoder))
     (tmp_path / "a.safetensors").write_bytes(b"no file of heads")

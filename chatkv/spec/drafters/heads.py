@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from chatkv.errors import HeadsMismatch
+from chatkv.models import catalog
 from chatkv.models.logits import KeptRow
 from chatkv.models.model import Model
 from chatkv.spec.drafter import DraftContext
@@ -19,7 +20,7 @@ from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
-"""Heads that ship with chatkv, by the digest of the weights they were trained for."""
+"""Heads that ship with chatkv."""
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
 """Upper edges of the score bins: what the head gives a guess, its parent being right."""
 
@@ -87,8 +88,9 @@ class HeadsDrafter:
 
 
 def find_heads(model: Model) -> Path | None:
-    """The file that ships for a model, or None."""
-    for path in sorted(WEIGHTS.glob("*.safetensors")):
+    """The file for a model's very weights: one that was trained here, one that ships, or None."""
+    own = catalog.cache_dir() / "heads"
+    for path in (*sorted(own.glob("*.safetensors")), *sorted(WEIGHTS.glob("*.safetensors"))):
         from chatkv.spec.heads.file import is_for
 
         if is_for(path, model.spec, model.tokenizer.tok_fp()):
@@ -110,8 +112,8 @@ def load_heads(model: Model, path: Path | None = None) -> HeadsDrafter:
     found = path or find_heads(model)
     if found is None:
         raise HeadsMismatch(
-            f"No draft heads ship for {model.spec.name}.",
-            hint="Leave `heads` out of --drafters, or train some: python -m chatkv.spec.train.",
+            f"There are no draft heads for {model.spec.name}.",
+            hint="Leave `heads` out of --drafters, or train some: chatkv train-heads.",
         )
     opened = head_file.load(found, model.spec, model.tokenizer.tok_fp())
     grower: Grower

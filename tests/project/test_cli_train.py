@@ -1,0 +1,53 @@
+"""`chatkv train-heads`: which stages run, with what."""
+
+from __future__ import annotations
+
+import subprocess
+import types
+
+import pytest
+
+from tui.commands import train_heads
+
+
+@pytest.fixture
+def stages(monkeypatch, tmp_path):
+    """The stages that were asked for; `fails` makes one of them fail."""
+    ran = types.SimpleNamespace(stages=[], fails="")
+
+    def run(command, check):
+        assert command[1:3] == ["-m", "chatkv.spec.train"]
+        ran.stages.append(command[3:])
+        return subprocess.CompletedProcess(command, 3 if command[3] == ran.fails else 0)
+
+    monkeypatch.setattr(train_heads.subprocess, "run", run)
+    gguf = tmp_path / "own.gguf"
+    gguf.write_bytes(b"GGUF")
+    monkeypatch.setenv("CHATKV_MODEL", str(gguf))
+    monkeypatch.setenv("CHATKV_CACHE_DIR", str(tmp_path / "cache"))
+    return ran
+
+
+def test_all_stages_share_the_time(chatkv, stages, tmp_path):
+    ran = chatkv("train-heads", "--minutes", "10", "--prompts", "a", "--measure", "b", "--json")
+    assert ran.code == 0
+    assert ran.json["folder"] == str(tmp_path / "cache" / "heads")
+    assert [stage[0] for stage in stages.stages] == ["distill", "train", "measure", "export"]
+    minutes = [float(stage[stage.index("--minutes") + 1]) for stage in stages.stages[:3]]
+    assert sum(minutes) == pytest.approx(10)
+    assert all(stage[stage.index("--device") + 1] == "cuda" for stage in stages.stages)
+    assert stages.stages[0][-2:] == ["--prompts", "a"]
+
+
+def test_a_stage_that_fails_ends_it_and_says_how_to_go_on(chatkv, stages):
+    stages.fails = "train"
+    ran = chatkv("train-heads")
+    assert ran.code == 4
+    assert "The stage train ended with status 3" in ran.err
+    assert "goes on from there" in ran.err
+    assert [stage[0] for stage in stages.stages] == ["distill", "train"]
+
+
+def test_too_little_time(chatkv, stages):
+    assert chatkv("train-heads", "--minutes", "1").code == 2
+    assert not stages.stages
