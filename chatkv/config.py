@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -35,3 +36,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}.", hint="Use a number of 1 or more.")
+        cores = os.cpu_count() or 1
+        if self.threads is not None and self.threads > cores:
+            raise ConfigError(
+                f"threads is {self.threads}, but this machine has {cores} cores.",
+                hint=f"Use a number from 1 to {cores}, or leave it out.",
+            )

@@ -74,21 +74,26 @@ class Grammars:
             )
         if self._made is None:
             self._made = self._make()
-        match grammar.kind:
-            case "json_schema":
-                source = LLMatcher.grammar_from_json_schema(
-                    grammar.text, defaults={"whitespace_pattern": WHITESPACE}
-                )
-            case "regex":
-                source = LLMatcher.grammar_from_regex(grammar.text)
-            case _:
-                source = LLMatcher.grammar_from_lark(grammar.text)
-        limits = LLParserLimits(verbose_errors=False)
-        begin = partial(LLMatcher, self._made, source, log_level=0, limits=limits)
-        matcher = Matcher(begin, self._vocab_size, self._eos_ids)
-        if matcher.error:
+        try:
+            match grammar.kind:
+                case "json_schema":
+                    source = LLMatcher.grammar_from_json_schema(
+                        grammar.text, defaults={"whitespace_pattern": WHITESPACE}
+                    )
+                case "regex":
+                    source = LLMatcher.grammar_from_regex(grammar.text)
+                case _:
+                    source = LLMatcher.grammar_from_lark(grammar.text)
+            limits = LLParserLimits(verbose_errors=False)
+            begin = partial(LLMatcher, self._made, source, log_level=0, limits=limits)
+            matcher = Matcher(begin, self._vocab_size, self._eos_ids)
+            problem = matcher.error
+        # What it raises for text that it cannot read is not documented.
+        except Exception as error:  # noqa: BLE001
+            problem, matcher = str(error) or type(error).__name__, None
+        if problem or matcher is None:
             raise ConfigError(
-                f"The {NAMES[grammar.kind]} does not compile: {_one_line(matcher.error)}.",
+                f"The {NAMES[grammar.kind]} does not compile: {_one_line(problem)}.",
                 hint="Correct it, or lift it: -o grammar none.",
             )
         return matcher

@@ -17,6 +17,8 @@ from chatkv.models.devices import load_model
 from chatkv.models.model import Model
 from chatkv.spec.drafters import check_names
 from chatkv.spec.drafters.draft_model import expect_same_tokenizer
+from chatkv.tokenizer import Tokenizer
+from sessions.deletion import work_off_at_start
 from sessions.pages import open_page_store
 from sessions.service import EngineService
 from sessions.token_log import StoredLog
@@ -56,6 +58,7 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         threads=config.threads,
         progress=progress,
     )
+    notice = " ".join(filter(None, (notice, template_notice(model.tokenizer))))
     store = None
     if options.get("kv_path"):
         spec = model.spec
@@ -67,6 +70,8 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
             limit_bytes=options.get("kv_limit_bytes"),
         )
         store, notice = opened.store, " ".join(filter(None, (notice, opened.notice)))
+    if store is not None and options.get("chat_db"):
+        work_off_at_start(Path(options["chat_db"]), store)
     salt = store.salt if store is not None else b""
     log = None
     if options.get("chat_db") and "history" in config.drafters:
@@ -84,6 +89,19 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
     if log is not None:
         log.start()
     return EngineService(engine, store, log, notice=notice)
+
+
+def template_notice(tokenizer: Tokenizer) -> str:
+    """One sentence if the model's chat template rewrites old turns, else nothing."""
+    try:
+        if tokenizer.prefix_stable():
+            return ""
+    except ModelError:  # it refuses some history: the prompt that it refuses will say so
+        return ""
+    return (
+        "The model's chat template writes old turns in another way than new ones; stored turns "
+        "stay as they were, so nothing is computed twice."
+    )
 
 
 def expect_draft_model(drafters: Sequence[str], name: str | None) -> None:

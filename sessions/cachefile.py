@@ -149,9 +149,13 @@ class CacheFile:
             try:
                 with transaction(db):
                     gone = work(db)
+                # What was evicted before was not overwritten: it leaves with the free pages.
+                if not _compact(db):
+                    busy = sqlite3.OperationalError("another chatkv is reading its journal")
+                    busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+                    raise busy
             finally:
                 db.execute("PRAGMA secure_delete = FAST")
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             return gone
 
         with self._write_lock:
@@ -163,6 +167,11 @@ class CacheFile:
             gone = self._upkeep(overwrite, 0)
             self.path.with_name(f"{self.path.name}.damaged").unlink(missing_ok=True)
             return gone
+
+    def compact(self) -> None:
+        """Give all free space back to the disk, step by step. Raises StoreError."""
+        with self._write_lock:
+            self._upkeep(_compact, True)
 
     def end_turn(self) -> None:
         """Checkpoint, give space back, and see that the file is still there.
@@ -321,3 +330,15 @@ def _tidy(db: sqlite3.Connection) -> None:
     if free * size > VACUUM_FREE_BYTES and 4 * free > total:
         # `execute` would free a single page.
         db.executescript(f"PRAGMA incremental_vacuum({VACUUM_STEP_BYTES // size})")
+
+
+def _compact(db: sqlite3.Connection) -> bool:
+    """Free pages leave the file, and the journal is emptied. False if others kept it from that."""
+    size = db.execute("PRAGMA page_size").fetchone()[0]
+    left = db.execute("PRAGMA freelist_count").fetchone()[0]
+    while left:
+        db.executescript(f"PRAGMA incremental_vacuum({VACUUM_STEP_BYTES // size})")
+        before, left = left, db.execute("PRAGMA freelist_count").fetchone()[0]
+        if left >= before:
+            break
+    return db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0

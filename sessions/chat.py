@@ -196,6 +196,7 @@ class Chat:
         try:
             ready = self._engine.wait_ready()
             reply.tok_fp = bytes.fromhex(ready.tok_fp)
+            reply.model = ready.model
             messages, owners = self._messages(reply.tok_fp)
             request = Request(messages, sampling, self._spec)
             for event in self._engine.generate(request):
@@ -326,6 +327,7 @@ class _Reply:
         self._store = store
         self.turn_id = begun.turn_id
         self.tok_fp: bytes | None = None
+        self.model = ""
         self.text = ""
         self.ids: list[int] = []
         self.heard = False
@@ -342,6 +344,7 @@ class _Reply:
             case Done():
                 state = "interrupted" if event.finish_reason == "cancelled" else "done"
                 usage = {**asdict(event.usage), "finish_reason": event.finish_reason}
+                usage["model"] = self.model
                 self._store.finish_turn(
                     self.turn_id, state, event.text, self.tok_fp, event.ids, event.sampled, usage
                 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import suppress
 
+from chatkv.kv.keys import page_key, unpack_bits
 from sessions.columns import unpack_ids
 from sessions.database import transaction
 
@@ -144,4 +146,31 @@ def purge_path(db: sqlite3.Connection, ids: Sequence[int], keep_tokens: int) -> 
             if offset > keep_tokens:
                 db.execute("DELETE FROM chain_ops WHERE key = ?", (key,))
     db.executemany("DELETE FROM pages WHERE id = ?", pages)
-    return len(pages) + drop_unreachable(db)
+    gone = len(pages) + drop_unreachable(db)
+    _drop_lone_snapshots(db)
+    return gone
+
+
+def _drop_lone_snapshots(db: sqlite3.Connection) -> None:
+    """Remove the witnesses that no page accounts for.
+
+    A witness outlives its tail page, which the full page in its place begins with. One that not
+    even such a page accounts for may be of the purged path, and its best ids tell words too.
+    """
+    lone: dict[bytes, int] = dict(
+        db.execute(
+            "SELECT head_key, num_tokens FROM snapshots s"
+            " WHERE NOT EXISTS (SELECT 1 FROM pages p WHERE p.key = s.head_key)"
+        ).fetchall()
+    )
+    places = set(lone.values())
+    for parent, first, blob, packed in db.execute(
+        "SELECT parent_key, first_position, token_ids, sampled FROM pages"
+    ):
+        with suppress(ValueError):  # only in a damaged file
+            ids = unpack_ids(blob)
+            sampled = unpack_bits(packed, len(ids))
+            for count in range(1, len(ids)):
+                if first + count in places:
+                    lone.pop(page_key(parent, ids[:count], sampled[:count]), None)
+    db.executemany("DELETE FROM snapshots WHERE head_key = ?", [(key,) for key in lone])

@@ -1,7 +1,8 @@
 """Conversations as files: `chatkv/1`, JSON lines with all that `chat.db` knows of a chat.
 
-Knows the format. The same conversation always gives the same bytes: sessions and turns are numbered
-within the file, and nothing says when or where it was written.
+Knows how the format is written; `exchange_chatkv.py` reads it. The same conversation always gives
+the same bytes: sessions and turns are numbered within the file, and nothing says when or where it
+was written.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ def export_jsonl(store: ChatStore, session_id: str, *, path_only: bool = False) 
         StoreError: It cannot be read.
     """
     sessions, turns = store.tree(session_id, path_only=path_only)
-    return _lines(sessions, turns)
+    return lines_of(sessions, turns)
 
 
-def _lines(sessions: Sequence[SessionRow], turns: Sequence[TurnPath]) -> Iterator[str]:
+def lines_of(sessions: Sequence[SessionRow], turns: Sequence[TurnPath]) -> Iterator[str]:
+    """The lines of these sessions and turns, which may come from a store or from another file.
+
+    What is still being written counts as interrupted: nobody will finish it in the file.
+    """
     session_numbers = {row.id: number for number, row in enumerate(sessions, 1)}
     turn_numbers = {turn.turn.id: number for number, turn in enumerate(turns, 1)}
     forget_numbers = {
@@ -43,8 +48,9 @@ def _lines(sessions: Sequence[SessionRow], turns: Sequence[TurnPath]) -> Iterato
     }
     yield _line(
         format=FORMAT,
-        sessions=[_session(row, session_numbers, turn_numbers) for row in sessions],
+        sessions=[_session(row, session_numbers, turn_numbers, forget_numbers) for row in sessions],
         turns=len(turns),
+        records=sum(1 + len(turn.messages) + len(turn.forgets) for turn in turns),
     )
     for turn in turns:
         row = turn.turn
@@ -54,7 +60,7 @@ def _lines(sessions: Sequence[SessionRow], turns: Sequence[TurnPath]) -> Iterato
             parent=turn_numbers.get(row.parent_id or 0),
             # A turn that a session outside the file owns goes to the first one inside.
             session=session_numbers.get(row.session_id, 1),
-            state=row.state,
+            state="interrupted" if row.state == "open" else row.state,
             pinned=row.pinned,
             redacted_at=row.redacted_at,
             created_at=row.created_at,
@@ -79,7 +85,10 @@ def _lines(sessions: Sequence[SessionRow], turns: Sequence[TurnPath]) -> Iterato
 
 
 def _session(
-    row: SessionRow, session_numbers: dict[str, int], turn_numbers: dict[int, int]
+    row: SessionRow,
+    session_numbers: dict[str, int],
+    turn_numbers: dict[int, int],
+    forget_numbers: dict[int, int],
 ) -> dict[str, Any]:
     return {
         "session": session_numbers[row.id],
@@ -89,7 +98,10 @@ def _session(
         "created_at": row.created_at,
         "updated_at": row.updated_at,
         "settings": row.settings,
-        "pending_ops": row.pending_ops,
+        "pending_ops": [
+            {**op, "cancels": forget_numbers.get(op["cancels"] or 0)} if "cancels" in op else op
+            for op in row.pending_ops
+        ],
     }
 
 
@@ -101,7 +113,7 @@ def _message(message: StoredMessage, turn: int) -> str:
         seq=row.seq,
         role=row.role,
         content=row.content,
-        state=row.state,
+        state="interrupted" if row.state == "partial" else row.state,
         meta=row.meta,
         created_at=row.created_at,
         renders=[

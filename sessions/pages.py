@@ -315,9 +315,7 @@ def open_page_store(
         limit_bytes: The budget.
     """
     if limit_bytes is None:
-        folder = next(place for place in path.absolute().parents if place.exists())
-        free = shutil.disk_usage(folder).free + file_bytes(path)
-        limit_bytes = default_limit_bytes(free, context_bytes)
+        limit_bytes = default_budget(path, context_bytes)
     store = SqlitePageStore(path, identity, limit_bytes=limit_bytes)
     warning = limit_warning(limit_bytes, context_bytes)
     notice = " ".join([*store.take_notices(), *([warning] if warning else [])])
@@ -325,6 +323,13 @@ def open_page_store(
         return OpenedPages(store, notice)
     store.close()
     return OpenedPages(None, notice)
+
+
+def default_budget(path: Path, context_bytes: int = 0) -> int:
+    """The budget of that file when nobody sets one; what it holds counts as free disk."""
+    folder = next(place for place in path.absolute().parents if place.exists())
+    free = shutil.disk_usage(folder).free + file_bytes(path)
+    return default_limit_bytes(free, context_bytes)
 
 
 def file_bytes(path: Path) -> int:

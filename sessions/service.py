@@ -7,7 +7,7 @@ Runs where the engine runs: in the child process, or in this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
 
@@ -258,7 +258,7 @@ class EngineService:
         system = messages[0].content if messages and messages[0].role == "system" else ""
         for index, message in enumerate(messages):
             ids, spans = self._message(index, message, system)
-            if message.ids is None or len(ids) != len(message.ids):
+            if message.ids is None or ids != tuple(message.ids):
                 made.append(MessageIds(index, ids, spans))
             flags = [False] * len(ids)
             for start, stop in spans:
@@ -272,6 +272,8 @@ class EngineService:
     ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Ids of one message, made if it has none, closed if it is a reply that was cut."""
         tokenizer = self.tokenizer
+        if message.ids and max(message.ids) >= self.engine.model.spec.vocab_size:
+            message = replace(message, ids=None, sampled=())  # imported, and of no token here
         if message.role == "system":
             ids = message.ids if message.ids is not None else tokenizer.head_ids(system or None)
             return tuple(ids), ()

@@ -232,4 +232,4 @@ class StoreFile:
             return "Start again."
         copies = sorted(self.file.parent.glob(f"{self.file.name}.bak-*"))
         instead = f"put {copies[-1]} in its place" if copies else "put a backup in its place"
-        return f"Keep the file. Then {instead}, or move it away to begin with an empty store."
+        return f"Save what can be read: chatkv recover. Or {instead}; keep the damaged one."

@@ -36,7 +36,9 @@ def note(text: str) -> None:
 
 def write_json(data: dict[str, Any]) -> None:
     """Write one JSON object with its version on a line of its own."""
-    write(json.dumps({"v": VERSION, **data}, ensure_ascii=False) + "\n", exact=True)
+    # A terminal would obey control characters that JSON may hold as they are.
+    escaped = is_terminal(sys.stdout)
+    write(json.dumps({"v": VERSION, **data}, ensure_ascii=escaped) + "\n", exact=True)
 
 
 def write_error(error: ChatKVError, *, as_json: bool, as_event: bool = False) -> None:

@@ -17,7 +17,7 @@ from chatkv.events import Delta, Done, Failed, Prefill, Rendered
 from sessions.chat import Chats
 from sessions.local import LocalEngine
 from sessions.pages import SqlitePageStore
-from sessions.port import ChatPort
+from sessions.port import ChatPort, PathMessage
 from sessions.service import EngineService
 from sessions.store import ChatStore
 
@@ -338,3 +338,12 @@ def test_a_device_that_runs_full_is_said_and_survived(start, never_quit, monkeyp
     monkeypatch.setattr(model, "step", real)
     (*_, done) = chat.again()
     assert done.text == never_quit[0]
+
+
+def test_ids_of_no_token_are_made_anew(start):
+    """An import may bring any numbers."""
+    service = start().engine.service
+    message = PathMessage("user", "hello", ids=(10**6, 5), sampled=())
+    made, tokens, _ = service._render([message])
+    assert [one.index for one in made] == [0]
+    assert max(tokens) < service.engine.model.spec.vocab_size

@@ -319,3 +319,10 @@ def test_a_stream_that_is_left_is_closed_at_once():
     assert ended == [True]
     with pytest.raises(EngineLost):
         answer.play(iter([Delta("Par", (1,))]), lambda event: None)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300", "0"])
+def test_a_timeout_that_is_no_time(chatkv, seconds):
+    ran = chatkv("ask", "hi", "--timeout", seconds)
+    assert ran.code == 2
+    assert "--timeout" in ran.err

@@ -234,3 +234,9 @@ def test_an_unknown_device(chatkv):
     ran = chatkv("doctor", "--device", "tpu")
     assert ran.code == 2
     assert "must be auto, cpu, cuda, cuda:N or npu" in ran.err
+
+
+def test_verify_asks_the_draft_model_that_is_named(chatkv, played):
+    assert chatkv("verify", "--draft-model", "small.gguf").code == 0
+    assert played["drafters"] == ("ngram", "random", "draft_model")
+    assert played["draft_model"] == "small.gguf"

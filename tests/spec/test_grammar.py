@@ -125,6 +125,14 @@ def test_a_matcher_that_met_a_limit_begins_again(grammars):
     [
         (Grammar("regex", "a(b"), "regular expression does not compile.*unclosed group"),
         (Grammar("json_schema", '{"type": "foo"}'), "JSON schema does not compile.*foo"),
+        (
+            Grammar("json_schema", '{"enum":["\\ud800"]}'),
+            "JSON schema does not compile.*hex escape",
+        ),
+        (
+            Grammar("json_schema", '{"type":"number","minimum":1e400}'),
+            "JSON schema does not compile",
+        ),
         (Grammar("json_schema", '{"not": {}}'), "Unimplemented keys.*not"),
         (Grammar("json_schema", '{"allOf": [false]}'), "Unsatisfiable"),
         (Grammar("lark", 'start: "a" b\nb: foo'), r"grammar does not compile: .*2\(4\).*foo"),

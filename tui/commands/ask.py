@@ -51,7 +51,7 @@ from tui.printers import printer
 @click.option("--seed", metavar="N", help="Seed of the sampling noise.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, min_open=True, max=1e7),
     metavar="S",
     help="Seconds until the reply is stopped.",
 )
@@ -82,6 +82,8 @@ def ask(
     """
     if as_json + jsonl + raw + extract > 1:
         raise UsageError("Only one of --json, --jsonl, --raw and -x can be used.")
+    if timeout is not None and timeout != timeout:
+        raise UsageError("--timeout is not a number.", hint="Give seconds, such as 30.")
     ref = check_resume(newest, resume, ephemeral=ephemeral, system=system, fork=fork)
     if flags["logprobs"] is not None and not (as_json or jsonl):
         raise UsageError("--logprobs needs --json or --jsonl.")

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from chatkv.errors import UsageError
 from tui import output
-from tui.command import FILE, Command, Globals
+from tui.command import Command, Globals
+from tui.commands.bench_result import WRONG, progress, result_options, write_result
+from tui.commands.bench_spec import spec
 
 if TYPE_CHECKING:
     from sessions.bench.attention import Report, Row
-
-WRONG = 7
-"""Exit status when a result is wrong: a fast wrong answer is no result."""
-STDOUT = "-"
 
 
 class Counts(click.ParamType):
@@ -53,23 +45,6 @@ class Heads(click.ParamType):
         if not slash or not query.isdecimal() or not kv.isdecimal() or not int(query) * int(kv):
             self.fail(f"{value!r} is no pair of heads such as 32/8.", param, ctx)
         return int(query), int(kv)
-
-
-def result_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json`, `--csv` and `--runs` of every measurement."""
-    for option in (
-        click.option(
-            "--runs", type=click.IntRange(1, 10_000), default=20, show_default=True, metavar="N",
-            help="Times each row is measured; the median is shown.",
-        ),
-        click.option("--csv", "csv_file", type=FILE, metavar="FILE", help="Write rows as CSV."),
-        click.option(
-            "--json", "json_file", is_flag=False, flag_value=STDOUT, metavar="[FILE]",
-            help="Write one JSON object; to stdout without FILE.",
-        ),
-    ):  # fmt: skip
-        function = option(function)
-    return function
 
 
 @click.group(short_help="Measure this machine.")
@@ -124,7 +99,7 @@ def bench() -> None:
     default="auto",
     show_default=True,
 )
-@result_options
+@result_options(runs=20, runs_help="Times each row is measured; the median is shown.")
 @click.pass_obj
 def attention(
     found: Globals,
@@ -163,21 +138,8 @@ def attention(
         turns=runs,
     )
 
-    def progress(text: str) -> None:
-        if output.is_terminal(sys.stderr):
-            found.note(text)
-
-    report = measure(request, progress)
-    data = report.to_json()
-    if csv_file is not None:
-        _write(csv_file, as_csv(data))
-    if json_file is not None and json_file != STDOUT:
-        _write(Path(json_file), json.dumps({"v": output.VERSION, **data}, indent=1) + "\n")
-    if json_file == STDOUT:
-        output.write_json(data)
-    else:
-        for text in table(report):
-            output.line(text)
+    report = measure(request, progress(found))
+    write_result(report.to_json(), table(report), csv_file, json_file)
     if report.num_wrong:
         found.note(f"{report.num_wrong} of {len(report.rows)} results are wrong.")
     return WRONG if report.num_wrong else 0
@@ -235,26 +197,8 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def as_csv(data: dict[str, Any]) -> str:
-    """The rows of a result, each with what it was measured on."""
-    facts = {key: data["about"][key] for key in ("device", "commit", "command")}
-    facts |= data["about"]["versions"]
-    text = io.StringIO()
-    fields: Sequence[str] = [*(data["rows"][0] if data["rows"] else []), *facts]
-    writer = csv.DictWriter(text, fields, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**row, **facts} for row in data["rows"])
-    return text.getvalue()
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written: {error.strerror}.", hint="Name another file."
-        ) from error
-
-
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+bench.add_command(spec)

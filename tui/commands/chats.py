@@ -126,13 +126,23 @@ def fork(found: Globals, ref: str, at: str | None, name: str, as_json: bool) -> 
         )
 
 
-@click.command(cls=Command, short_help="Move chats to the trash.")
+@click.command(cls=Command, short_help="Move chats to the trash, or delete them for good.")
 @click.argument("refs", metavar="ID...", nargs=-1, required=True, type=TEXT)
+@click.option("--forever", is_flag=True, help="Delete them, those in the trash too, for good.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 @click.pass_obj
-def rm(found: Globals, refs: tuple[str, ...], yes: bool, as_json: bool) -> None:
-    """Move chats to the trash. `chatkv restore` brings them back."""
+def rm(found: Globals, refs: tuple[str, ...], forever: bool, yes: bool, as_json: bool) -> None:
+    """Move chats to the trash. `chatkv restore` brings them back.
+
+    With --forever they are deleted: text, token ids and stored pages. Turns that a fork shares stay
+    with that fork.
+    """
+    if forever:
+        from tui.commands.trash import delete_for_good
+
+        delete_for_good(found, refs, yes=yes, as_json=as_json)
+        return
     with wiring.open_workspace(found.settings()) as work:
         chats = [work.chats.open(ref) for ref in refs]  # all must exist before one goes
         if not yes and not as_json and output.is_terminal(sys.stdin):

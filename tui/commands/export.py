@@ -1,9 +1,12 @@
-"""`chatkv export`: conversations as JSON lines that another chatkv can read back."""
+"""`chatkv export`: conversations as JSON lines that another chatkv can read back, or as what other
+programs read."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,10 +14,16 @@ from chatkv.errors import StoreError, UsageError
 from tui import output, wiring
 from tui.command import FILE, TEXT, Command, Globals, json_option
 
+if TYPE_CHECKING:
+    from sessions.store import ChatStore
 
-@click.command(cls=Command, short_help="Write chats as JSON lines.")
+FORMATS = ("chatkv", "openai", "sharegpt", "markdown")
+
+
+@click.command(cls=Command, short_help="Write chats to a file.")
 @click.argument("refs", metavar="ID...", nargs=-1, required=True, type=TEXT)
 @click.option("-o", "--output", "target", type=FILE, metavar="FILE", help="- is stdout.")
+@click.option("--format", "kind", type=click.Choice(FORMATS), default="chatkv", show_default=True)
 @click.option("--path", "path_only", is_flag=True, help="Only the open path, without other forks.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @json_option
@@ -23,23 +32,20 @@ def export(
     found: Globals,
     refs: tuple[str, ...],
     target: Path | None,
+    kind: str,
     path_only: bool,
     force: bool,
     as_json: bool,
 ) -> None:
     """Write whole chats with token ids, seeds and forks as chatkv JSON lines.
 
-    Several chats follow one another, each with its own header. With --json the records stand in
-    one object, or only their number when they go to FILE.
+    The other formats hold the text of the open path: OpenAI messages and ShareGPT one chat a line,
+    Markdown to read. Several chats follow one another. With --json the records stand in one object,
+    or only their number when they go to FILE.
     """
-    from sessions.exchange import export_jsonl
-
     with wiring.open_workspace(found.settings()) as work:
         ids = [work.chats.open(ref).id for ref in refs]
-        exports = [
-            (chat_id, list(export_jsonl(work.store, chat_id, path_only=path_only)))
-            for chat_id in ids
-        ]
+        exports = [(i, list(_lines(work.store, i, kind, path_only=path_only))) for i in ids]
     lines = [line.rstrip("\n") + "\n" for _, rows in exports for line in rows]
     if target is not None and str(target) != "-":
         _write_file(target, "".join(lines), force=force)
@@ -49,16 +55,31 @@ def export(
         else:
             found.note(f"Wrote {len(lines)} lines to {target}.")
     elif as_json:
-        made = [{"session": i, "records": [json.loads(r) for r in rows]} for i, rows in exports]
-        output.write_json({"exports": made})
+        output.write_json({"exports": [_records(i, rows, kind) for i, rows in exports]})
     else:
-        output.write("".join(lines), exact=True)
+        output.write("".join(lines))
+
+
+def _lines(store: ChatStore, chat_id: str, kind: str, *, path_only: bool) -> Iterator[str]:
+    if kind == "chatkv":
+        from sessions.exchange import export_jsonl
+
+        return export_jsonl(store, chat_id, path_only=path_only)
+    from sessions.exchange_plain import WRITERS
+
+    return WRITERS[kind](store.family(chat_id)[0].title, store.path(chat_id))
+
+
+def _records(chat_id: str, rows: Sequence[str], kind: str) -> dict[str, Any]:
+    if kind == "markdown":
+        return {"session": chat_id, "text": "".join(f"{row}\n" for row in rows)}
+    return {"session": chat_id, "records": [json.loads(row) for row in rows]}
 
 
 def _write_file(path: Path, text: str, *, force: bool) -> None:
     try:
         # Exclusive creation follows no link either.
-        with path.open("w" if force else "x", encoding="utf-8") as file:
+        with path.open("w" if force else "x", encoding="utf-8", newline="") as file:
             file.write(text)
     except FileExistsError:
         raise UsageError(f"{path} exists.", hint="Choose another name, or add --force.") from None

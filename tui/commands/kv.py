@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
+from chatkv.errors import ChatKVError, StoreError
 from tui import output, wiring
 from tui.command import Command, Globals, json_option
+from tui.settings import Settings
+
+if TYPE_CHECKING:
+    from sessions.cachefile import CacheFile
+
+SIZES = {"payload_bytes", "file_bytes", "limit_bytes", "freed_bytes"}
 
 
-@click.group(short_help="What the page cache on disk holds.")
+@click.group(short_help="What the page cache on disk holds; check it, clean it up.")
 def kv() -> None:
     """The page cache on disk. Deleting kv.db is always allowed: it costs time and nothing else."""
 
@@ -21,10 +34,123 @@ def stats(found: Globals, as_json: bool) -> None:
     settings = found.settings()
     data = wiring.disk_stats(settings)
     data["path"] = str(settings.folders.kv_db)
+    _print(data, as_json)
+
+
+@kv.command(cls=Command, short_help="Read and check every page.")
+@json_option
+@click.pass_obj
+def verify(found: Globals, as_json: bool) -> int:
+    """Read every page of kv.db and check its size, key, checksum and model.
+
+    A page that fails is never used again and computed anew when it is needed. Then one page is
+    written to a file of its own, read back and compared. Exit status 7 if anything failed.
+    """
+    from sessions import upkeep
+
+    settings = found.settings()
+    path = settings.folders.kv_db
+    report, notices = upkeep.Verified(), list[str]()
+    if path.exists():
+        with closing(_open(settings)) as disk:
+            report = upkeep.verify(disk)
+            notices += disk.notices
+    same = _round_trip(path)
+    for notice in notices:
+        found.note(notice)
+    _print({**asdict(report), "round_trip": same, "path": str(path)}, as_json)
+    return 7 if report.bad or report.damaged or not same else 0
+
+
+@kv.command(cls=Command, short_help="Remove what is no use, and free the space.")
+@click.option("--all", "every", is_flag=True, help="Pages of models that are not installed too.")
+@json_option
+@click.pass_obj
+def gc(found: Globals, every: bool, as_json: bool) -> None:
+    """Remove pages of deleted chats, quarantined and unreachable ones; evict down to the budget.
+
+    With --all the pages of models that are not on this machine go too. No chat is touched: a page
+    that is missing is computed again.
+    """
+    from sessions import upkeep
+
+    settings = found.settings()
+    path = settings.folders.kv_db
+    report, purged = upkeep.Collected(), 0
+    if path.exists():
+        purged = _purge(settings)
+        with closing(_open(settings)) as disk:
+            report = upkeep.collect(disk, _installed(settings) if every else None)
+            for notice in disk.notices:
+                found.note(notice)
+    data = {"purged": purged, **asdict(report), "path": str(path)}
+    _print(data, as_json)
+
+
+def _open(settings: Settings) -> CacheFile:
+    """kv.db for upkeep, with the budget of the settings. Raises StoreError."""
+    from sessions.cachefile import CacheFile
+    from sessions.pages import default_budget
+
+    path = settings.folders.kv_db
+    disk = CacheFile(path, limit_bytes=settings["kv.disk_max"] or default_budget(path))
+    if not disk.is_open:
+        raise StoreError(" ".join(disk.notices), hint="Chats are not touched by it.")
+    return disk
+
+
+def _purge(settings: Settings) -> int:
+    """Pages of deleted chats that could not be removed when they were deleted."""
+    from sessions.deletion import purge_pages
+    from sessions.store import ChatStore
+
+    folders = settings.folders
+    if not folders.chat_db.exists():
+        return 0
+    with ChatStore(folders.chat_db) as store:
+        return purge_pages(store, folders.kv_db, limit_bytes=settings["kv.disk_max"])
+
+
+def _installed(settings: Settings) -> set[str]:
+    """Weight digests of all models here: those of the catalogue, the settings' and the chats' own.
+
+    Raises StoreError if chat.db cannot be read: then nobody knows which models are wanted.
+    """
+    from chatkv.models import catalog
+    from sessions.store import ChatStore
+    from tui.installed import weights_digest
+
+    names = {row.name for row in catalog.list_models()} | {settings["model"]}
+    if settings["spec.draft_model"]:
+        names.add(settings["spec.draft_model"])
+    if settings.folders.chat_db.exists():
+        with ChatStore(settings.folders.chat_db, read_only=True) as store:
+            names |= {row.model for trash in (False, True) for row in store.sessions(trash=trash)}
+    digests: set[str] = set()
+    for name in names - {""}:
+        with suppress(ChatKVError):
+            digests.add(weights_digest(catalog.find(name)))
+    return digests
+
+
+def _round_trip(path: Path) -> bool:
+    base = next(folder for folder in path.absolute().parents if folder.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".chatkv-verify-", dir=base) as folder:
+        return wiring.page_round_trip(Path(folder) / "kv.db")
+
+
+def _print(data: dict[str, Any], as_json: bool) -> None:
     if as_json:
         output.write_json(data)
         return
-    sizes = {"payload_bytes", "file_bytes", "limit_bytes"}
-    rows = [[key, output.size(v) if key in sizes else str(v)] for key, v in data.items()]
+    rows = [[key, output.size(v) if key in SIZES else _text(v)] for key, v in data.items()]
     for text in output.columns(rows):
         output.line(text)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {reason}" for reason, count in value.items()) or "0"
+    return str(value)

@@ -62,6 +62,8 @@ def verify(
     Each line of a prompt file is an object with `turns`, played in order. Exit status 7 unless no
     reply differs and something was drafted.
     """
+    if draft_model and "draft_model" not in drafters.split(","):
+        drafters += ",draft_model"
     flags = {"model": model, "device": device, "threads": threads, "spec.drafters": drafters}
     settings = found.settings(flags)
     from chatkv.models import catalog

@@ -33,6 +33,7 @@ from chatkv.spec.heads.grow import (
 )
 from chatkv.spec.heads.modules import EagleHead, ParallelHead, RecurrentHead, angles_of
 from chatkv.spec.heads.noise_triton import draft_noise, draft_noise_plain
+from chatkv.spec.repeats import has_repeats
 from chatkv.spec.train.base import Base, Rows
 from chatkv.spec.train.distill import DistillConfig, Distiller, Task, conversation
 from chatkv.spec.train.prompts import Frame, Novelty
@@ -40,8 +41,6 @@ from chatkv.spec.train.shards import Conversation
 from chatkv.spec.train.writer import BatchWriter, Brief
 
 STEPS = 16
-REPEAT = 16
-"""A token that continues this many tokens seen before is part of a long repeat."""
 DEPTH = 4
 GROWTHS = {
     "chain of 4": Growth(rows=5, depth=DEPTH, width=1, children=1),
@@ -266,18 +265,6 @@ def matched(guesses: Guesses, later: Tensor) -> Tensor:
         length += going.long()
         row = below.int().argmax(1, keepdim=True).int()
     return length
-
-
-def has_repeats(ids: npt.NDArray[np.int32], first: int, stop: int) -> bool:
-    """Whether a token of the answer continues a repeat of `REPEAT` tokens."""
-    seen: set[bytes] = set()
-    for end in range(REPEAT, stop):
-        # The window before a token of the answer, that token included.
-        window = ids[end - REPEAT : end + 1].tobytes()
-        if end >= first and window in seen:
-            return True
-        seen.add(window)
-    return False
 
 
 def summary(found: Sequence[Walk]) -> dict[str, float | list[float] | int]:

@@ -1,0 +1,366 @@
+"""`chatkv bench spec` on the tiny model. Nothing here looks at how fast anything is."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import TinyModel
+
+from chatkv.errors import ChatKVError
+from chatkv.models.catalog import ModelFile
+from chatkv.sampling import Sampler
+from chatkv.spec import control
+from chatkv.spec.drafters.ngram import NgramDrafter
+from chatkv.spec.stats import DraftStats, StepRecord
+from chatkv.spec.tree import DraftTree
+from chatkv.spec.verify import Accepted
+from sessions.bench import spec, spec_play
+from sessions.bench.spec_play import Pair
+from sessions.bench.spec_row import Row, Sums
+from tui.commands import bench_spec
+
+FILE = ModelFile("tiny", Path("tiny"), "random")
+SMALL = ("bench", "spec", "--max-tokens", "12", "--drafters", "ngram,random", "--spec", "tree:4")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """The tiny model wherever one is loaded; how often one was."""
+    loaded = []
+
+    def load_model(file, device="auto", *, threads=None):
+        loaded.append(device)
+        return TinyModel(), ""
+
+    monkeypatch.setattr(spec, "load_model", load_model)
+    monkeypatch.setattr("chatkv.models.catalog.find", lambda name: FILE)
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A waiting team only spins."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Two conversations, one of a category."""
+    file = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": "a", "category": "copy", "turns": ["abcabcabcabc", "abcabc"]},
+        {"id": "b", "turns": ["hello"]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A step that keeps the first guess whatever the model chose."""
+    from chatkv import engine
+
+    def verify(tree, pick):
+        below = tree.children(0)
+        gained = real(tree, pick)
+        if not below:
+            return gained
+        return dataclasses.replace(gained, tokens=(int(tree.tokens[below[0]]),), rows=(0,))
+
+    real = engine.verify
+    monkeypatch.setattr(engine, "verify", verify)
+
+
+def pair(prompt, plain_ms, drafted_ms, *, tokens=10, repeats=False, steps=5):
+    stats = DraftStats(steps=steps, tokens=tokens, verify_ms=drafted_ms * 0.8)
+    stats.draft_ms = drafted_ms * 0.2
+    stats.offered, stats.accepted = {("ngram", 1): 5, ("ngram", 2): 4}, {("ngram", 1): 4}
+    return Pair(prompt, tokens, repeats, 20, plain_ms, drafted_ms, 2.0, 4.0, stats)
+
+
+def test_what_it_prints(chatkv, prompts, tiny):
+    ran = chatkv(*SMALL, "--prompts", prompts, "--temperature", "0.7")
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[0].startswith("identity: 2 prompts, ")
+    assert lines[0].endswith(" tokens, 0 different")
+    assert "temperature 0.7, tree:4" in lines
+    table = lines[lines.index("temperature 0.7, tree:4") + 2 :]
+    assert table[0].startswith("all ")
+    assert any(line.startswith("copy ") for line in table)
+    for part in ("below 1.00x", "a step: draft", "expected ", "probes", "first token", "random: "):
+        assert part in ran.out, part
+    assert table[-1].startswith(("Drafting (tree:4): ", "Plain"))
+    assert tiny == ["auto"], "one model on a CPU"
+
+
+def test_json_and_csv(chatkv, prompts, tmp_path):
+    sheet, target = tmp_path / "a.csv", tmp_path / "a.json"
+    words = (*SMALL[:-1], "tree:4,auto", "--prompts", prompts, "--temperature", "0,1")
+    data = chatkv(*words, "--json", "--csv", str(sheet)).json
+    assert set(data) == {
+        "v", "bench", "about", "drafters", "identity", "rows", "plain_memory", "drafted_memory",
+        "failures",
+    }  # fmt: skip
+    assert data["identity"]["prompts"] == 8
+    assert (data["identity"]["different"], data["identity"]["differences"]) == (0, [])
+    places = [(row["temperature"], row["mode"]) for row in data["rows"]]
+    assert places == [(0, "tree:4"), (0, "auto"), (1, "tree:4"), (1, "auto")]
+    for row in data["rows"]:
+        assert set(row) == {field.name for field in dataclasses.fields(Row)}
+        assert set(row["all"]) == {field.name for field in dataclasses.fields(Sums)}
+        assert set(row["categories"]) == {"copy"}
+        assert row["all"]["replies"] == 3
+        assert row["categories"]["copy"]["replies"] == 2
+        assert row["speedup_p10"] <= row["speedup_median"] <= row["speedup_p90"]
+        assert 0 <= row["share_below_1"] <= 1
+        assert 0 < row["overhead_share"] < 1
+        assert row["plain_steps"] <= row["steps"]
+        assert sum(row["plain_reasons"].values()) == row["plain_steps"]
+    drafted = data["rows"][0]
+    assert {source["name"] for source in drafted["sources"]} >= {"ngram", "random"}
+    with sheet.open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["mode"] for row in table] == [mode for _, mode in places]
+    assert float(table[0]["all.speedup"]) == drafted["all"]["speedup"]
+    ran = chatkv(*SMALL, "--prompts", prompts, "--temperature", "0", "--json", str(target))
+    assert ran.out.startswith("identity: ")
+    assert len(json.loads(target.read_text())["rows"]) == 1
+
+
+def test_a_reply_that_differs_ends_with_7_and_no_speed(chatkv, prompts, broken):
+    words = (*SMALL, "--prompts", prompts, "--temperature", "0.7")
+    ran = chatkv(*words)
+    assert ran.code == 7
+    assert "0 different" not in ran.out
+    assert "different: prompt a, temperature 0.7, mode tree:4, turn 1, token " in ran.out
+    assert "tok/s" not in ran.out
+    assert "drafting changed the text" in ran.err
+    ran = chatkv(*words, "--json")
+    assert (ran.code, ran.json["rows"]) == (7, [])
+    assert ran.json["identity"]["different"] > 0
+
+
+def test_a_sampler_that_depends_on_its_company_is_noticed(prompts, monkeypatch):
+    """Only the second drafted run goes wrong: every run is compared, not the first alone."""
+    real, runs = spec_play.play, []
+
+    def play(engine, prompt, params):
+        replies = real(engine, prompt, params)
+        if engine.config.spec != "none":
+            runs.append(prompt.id)
+            if runs.count(prompt.id) == 3:  # the warm-up, and two
+                replies[-1] = dataclasses.replace(replies[-1], ids=(*replies[-1].ids[:-1], 1))
+        return replies
+
+    monkeypatch.setattr(spec_play, "play", play)
+    report = spec.measure(FILE, request(prompts))
+    assert report.identity.different == 1
+    assert [place["turn"] for place in report.identity.differences] == [2]
+    assert report.rows == []
+
+
+def test_a_drafter_that_raises_is_named(prompts, monkeypatch):
+    def propose(self, contexts, max_rows):
+        raise RuntimeError("no guess today")
+
+    monkeypatch.setattr(NgramDrafter, "propose", propose)
+    report = spec.measure(FILE, request(prompts))
+    assert report.identity.different == 0
+    assert len(report.failures) == 1
+    assert "ngram" in report.failures[0]
+
+
+def test_runs_are_interleaved_and_warm(prompts, monkeypatch):
+    real, ran = spec_play.play, []
+
+    def play(engine, prompt, params):
+        ran.append((prompt.id, engine.config.spec == "none"))
+        return real(engine, prompt, params)
+
+    monkeypatch.setattr(spec_play, "play", play)
+    report = spec.measure(FILE, dataclasses.replace(request(prompts), rounds=2))
+    assert ran[:2] == [("a", True), ("a", False)]
+    abba = [True, False, False, True]
+    assert ran[2:] == [(name, plain) for name in "ab" for plain in [*abba, *abba]]
+    (row,) = report.rows
+    assert row.all.tokens_per_step == pytest.approx(4 * row.all.tokens / row.steps)
+
+
+def test_two_models_and_all_prompts_first_on_a_device(prompts, monkeypatch):
+    """Captured steps belong to one pool, and a step is captured when its size first comes up."""
+
+    class Device(TinyModel):
+        device = "cuda:0"
+
+    made = []
+    monkeypatch.setattr(
+        spec, "load_model", lambda *_, **__: made.append(Device()) or (made[-1], "")
+    )
+    monkeypatch.setattr(spec, "about", lambda *_, **__: {})
+    monkeypatch.setattr(
+        spec, "Peak", lambda device: types.SimpleNamespace(over=lambda run: run() or spec.Memory())
+    )
+    real, ran = spec_play.play, []
+
+    def play(engine, prompt, params):
+        ran.append((made.index(engine.model), prompt.id))
+        return real(engine, prompt, params)
+
+    monkeypatch.setattr(spec_play, "play", play)
+    report = spec.measure(FILE, request(prompts))
+    assert (len(made), report.identity.different, len(report.rows)) == (2, 0, 1)
+    turns = [1, 0, 0, 1]
+    assert ran[-8:] == [(place, name) for name in "ab" for place in turns]
+    assert {(0, "b"), (1, "b")} <= set(ran[:-8])
+
+
+def test_a_draft_model(chatkv, prompts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(spec, "load_draft", lambda name, *_: asked.append(name) or TinyModel())
+    words = (*SMALL, "--prompts", prompts, "--temperature", "0", "--draft-model", "small", "--json")
+    data = chatkv(*words).json
+    assert asked == ["small"]
+    assert data["drafters"] == ["ngram", "random", "draft_model"]
+    assert data["identity"]["different"] == 0
+    assert "draft_model" in {source["name"] for source in data["rows"][0]["sources"]}
+
+
+def test_a_speed_up_that_guesses_cannot_explain_is_marked():
+    controller = spec_play.WatchedController({1: 1.0}, "auto")
+    noisy = Row.of(0, controller, [pair("a", 300, 100)], {})
+    assert any("something else ran here" in line for line in bench_spec.row_lines(noisy))
+    honest = Row.of(0, controller, [pair("a", 150, 100)], {})
+    assert not any("something else ran here" in line for line in bench_spec.row_lines(honest))
+
+
+def test_no_run_finds_the_pages_of_another(prompts):
+    model = TinyModel()
+    engine = spec.Engine(model, spec.EngineConfig(spec="none", drafters=()), costs={1: 1.0})
+    prompt, _ = spec.read_prompts([Path(prompts)])
+    params = spec.SamplingParams(max_tokens=24, seed=1)
+    first, again = spec_play.play(engine, prompt, params), spec_play.play(engine, prompt, params)
+    assert [reply.ids for reply in first] == [reply.ids for reply in again]
+    assert [reply.computed for reply in first] == [reply.computed for reply in again]
+    assert first[1].computed < 60, "the second turn goes on from the pages of the first"
+
+
+def test_history_never_sees_the_prompt_that_is_played(prompts, monkeypatch):
+    seen = []
+    real = spec_play.play
+
+    def play(engine, prompt, params):
+        if engine.config.spec != "none":
+            seen.append((prompt.id, len(logs[-1])))
+        return real(engine, prompt, params)
+
+    logs = []
+    made = spec.TokenIndex
+    monkeypatch.setattr(spec, "TokenIndex", lambda: logs.append(made()) or logs[-1])
+    monkeypatch.setattr(spec_play, "play", play)
+    spec.measure(FILE, dataclasses.replace(request(prompts), drafters=("history",)))
+    assert {words for name, words in seen if name == "a"} == {0}
+    assert len({words for name, words in seen if name == "b"}) == 1
+    assert seen[-1][1] > 0
+
+
+def test_the_sums():
+    controller = spec_play.WatchedController({1: 1.0}, "tree:4")
+    pairs = [
+        pair("a", 100, 50),
+        pair("a", 100, 50, repeats=True, steps=2),
+        pair("b", 90, 100),
+        pair("c", 1, 1, tokens=0, steps=0),
+    ]
+    row = Row.of(0.7, controller, pairs, {"a": "x", "b": "y"})
+    assert row.all.speedup == pytest.approx(291 / 201)
+    assert row.all.tokens_per_step == pytest.approx(30 / 12)
+    assert row.without_repeats.tokens_per_step == pytest.approx(20 / 10)
+    assert row.categories["x"].speedup == 2
+    assert row.categories["y"].speedup == 0.9
+    assert row.share_below_1 == 0.5
+    assert (row.speedup_median, row.speedup_p10, row.speedup_p90) == (1.45, 0.9, 2)
+    assert row.overhead_share == pytest.approx(0.2)
+    assert row.sources[0].offered == [20, 16]
+    assert row.sources[0].acceptance == [0.8, 0.0]
+    assert row.plain_prefill_tokens_per_s == 10_000
+    assert Row.of(0.7, controller, pairs[3:], {}) is None
+
+
+def test_watching_changes_no_decision():
+    watched = spec_play.WatchedController({1: 1.0, 4: 1.0, 8: 1.0}, "auto")
+    plain = control.Controller({1: 1.0, 4: 1.0, 8: 1.0}, "auto")
+    tree = DraftTree.of([5, 6, 7], [0, 0, 1], source="toy")
+    sizes = []
+    for gained in [(6, 7, 1)] * 40 + [(1,)] * 40:
+        decided = []
+        for controller in (plain, watched):
+            plan = controller.plan([1], [False])
+            (kept,) = controller.prune([tree], plan)
+            rows = len(kept)
+            tokens = gained[:rows] if rows > 1 else gained[:1]
+            accepted = Accepted(tokens, tuple(range(len(tokens))), ())
+            step = StepRecord.of([kept], [accepted], draft_ms=0.1, verify_ms=1.0)
+            controller.observe(step, [accepted])
+            decided.append((plan, rows))
+        assert decided[0] == decided[1]
+        sizes.append(rows)
+    assert watched.expected_rate is None
+    watched.settle()
+    assert watched.expected_rate is not None
+    assert sum(watched.reasons.values()) == sizes.count(1) == watched.stats.plain_steps > 0
+    assert plain.stats == watched.stats
+    assert plain.explain() == watched.explain()
+    watched.forget()
+    assert (watched.expected_rate, watched.reasons) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--prompts", "missing.jsonl"], 2, "cannot be read"),
+        (["--drafters", "ngramm"], 2, "Unknown drafter 'ngramm'"),
+        (["--drafters", "draft_model"], 2, "has no model"),
+        (["--spec", "none"], 2, "always measured"),
+        (["--spec", "tree:99"], 2, "Unknown drafting mode 'tree:99'"),
+        (["--spec", ""], 2, "Unknown drafting mode ''"),
+        (["--temperature", "hot"], 2, "no list of temperatures"),
+        (["--max-tokens", "1"], 2, "--max-tokens"),
+        (["--limit", "0"], 2, "--limit"),
+        (["--csv", "/nowhere/a.csv"], 2, "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_sentence(chatkv, words, code, said):
+    ran = chatkv("bench", "spec", "--limit", "1", "--max-tokens", "4", "--temperature", "0", *words)
+    assert ran.code == code
+    assert said in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_an_empty_file_and_replies_without_a_step(tmp_path, prompts, monkeypatch):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ChatKVError, match="no prompt to play"):
+        spec.measure(FILE, request(str(empty)))
+    monkeypatch.setattr(Sampler, "pick", lambda *_: types.SimpleNamespace(token=256))
+    with pytest.raises(ChatKVError, match="ended with its first token"):
+        spec.measure(FILE, request(prompts))
+
+
+def request(prompts):
+    return spec.Request(
+        prompts=(Path(prompts),),
+        max_tokens=12,
+        temperatures=(0.7,),
+        modes=("tree:4",),
+        drafters=("ngram", "random"),
+    )

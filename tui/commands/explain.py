@@ -1,0 +1,90 @@
+"""`chatkv explain`: why each turn of a chat was computed again, or was not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from tui import installed, output, wiring
+from tui.command import Command, Globals, json_option
+from tui.commands.chats import id_argument
+
+if TYPE_CHECKING:
+    from sessions.divergence import Divergence, Side
+    from sessions.explain import TurnReport
+
+
+@click.command(cls=Command, short_help="Why each turn was computed, or was not.")
+@id_argument
+@json_option
+@click.pass_obj
+def explain(found: Globals, ref: str, as_json: bool) -> None:
+    """For each turn of the open path: tokens reused and computed, and why.
+
+    Where a prompt left what was stored before it, the position and both texts are shown. No model
+    is loaded. ID is a name, name:fork, @last, or the first 4 or more characters of an id.
+    """
+    from sessions import explain as reasons
+
+    with wiring.open_store(found.settings()) as store:
+        row = store.find(ref)
+        model = str(row.settings.get("model") or "")
+        tokenizer = installed.tokenizer_of(model) if model else None
+        reports = reasons.explain(store, row.id, tokenizer)
+        name = store.family(row.id)[0].title
+    if as_json:
+        turns = [asdict(report) for report in reports]
+        output.write_json({"session": row.id, "name": name, "model": model, "turns": turns})
+        return
+    if not reports:
+        found.note("This chat has no turn yet.")
+        return
+    table = [["turn", "prompt", "reused", "computed", "time", "why"]]
+    table += [_cells(report) for report in reports]
+    for text in output.columns(table, right=(0, 1, 2, 3, 4)):
+        output.line(text)
+    for report in reports:
+        if report.divergence is not None:
+            _show(report, report.divergence)
+
+
+def _cells(report: TurnReport) -> list[str]:
+    numbers = (report.prompt_tokens, report.reused, report.computed)
+    time = "" if report.prompt_ms is None else f"{report.prompt_ms:.0f} ms"
+    return [str(report.turn), *("" if n is None else str(n) for n in numbers), time, _why(report)]
+
+
+def _why(report: TurnReport) -> str:
+    parts = [report.reason or report.state]
+    if report.divergence is not None:
+        where = f"at token {report.divergence.position}: {report.divergence.cause}"
+        parts = (
+            [f"{parts[0]} {where}"] if report.reason == "diverged" else [*parts, f"left {where}"]
+        )
+    if report.note:
+        parts.append(report.note)
+    if report.restored_pages:
+        proof = {True: ", verified", False: ", refused by the model", None: ""}[report.verified]
+        parts.append(f"{report.restored_pages} pages from disk{proof}")
+    return " · ".join(parts)
+
+
+def _show(report: TurnReport, divergence: Divergence) -> None:
+    output.line("")
+    output.line(f"turn {report.turn} differs at token {divergence.position} ({divergence.cause})")
+    output.line(f"  stored: {_side(divergence.stored)}")
+    output.line(f"  now:    {_side(divergence.now)}")
+
+
+def _side(side: Side) -> str:
+    """Both parts as JSON strings, so that spaces and line breaks are seen."""
+    if side.text is None:
+        return f"ids {list(side.ids)}"
+    return f"{_quoted(side.before or '')} then {_quoted(side.text)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,115 @@
+"""`chatkv import`: chats from files of ours, of OpenAI messages or of ShareGPT."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from chatkv.errors import ChatKVError, UsageError
+from tui import output
+from tui.command import FILE, TEXT, Command, Globals, json_option
+
+if TYPE_CHECKING:
+    from sessions.exchange_import import Imported
+
+FORMATS = ("auto", "chatkv", "openai", "sharegpt")
+SHOWN = 10
+"""Failures that are told one by one; the rest are counted."""
+
+
+@click.command(name="import", cls=Command, short_help="Read chats from files.")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=FILE)
+@click.option("--format", "kind", type=click.Choice(FORMATS), default="auto", show_default=True)
+@click.option("--name", type=TEXT, default="", metavar="N", help="Name of the chat.")
+@json_option
+@click.pass_obj
+def import_(found: Globals, files: tuple[Path, ...], kind: str, name: str, as_json: bool) -> int:
+    """Read chats from files; - is stdin.
+
+    A conversation is stored whole or not at all, under an id of its own; one that is here with the
+    same content is skipped. Those that cannot be read do not keep the others out.
+    """
+    from sessions.exchange_files import BadFile
+    from sessions.exchange_import import ImportStore
+
+    chats: list[dict[str, Any]] = []
+    failed: list[tuple[Path, BadFile]] = []
+    with ExitStack() as open_files, ImportStore(found.settings().folders.chat_db) as store:
+        # All must exist before one is read.
+        for path, stream in [(path, open_files.enter_context(_open(path))) for path in files]:
+            try:
+                for chat in store.read(stream, kind=kind, name=name):
+                    if isinstance(chat, BadFile):
+                        failed.append((path, chat))
+                        continue
+                    chats.append(_json(path, chat))
+                    if not as_json:
+                        _say(found, path, chat)
+            except BadFile as error:  # nothing more can be read of this file
+                failed.append((path, error))
+    if failed and not chats:
+        path, error = failed[0]
+        more = f" ({len(failed) - 1} more like it.)" if len(failed) > 1 else ""
+        raise _Unread(f"{_shown(path)}: {error.message}{more}", hint=error.hint)
+    if as_json:
+        bad = [{"file": str(p), "line": e.line, **e.to_json()} for p, e in failed]
+        output.write_json({"chats": chats, "failed": bad})
+    else:
+        for path, error in failed[:SHOWN]:
+            output.note(f"chatkv: {_shown(path)}: {error.message}")
+        if len(failed) > SHOWN:
+            output.note(f"chatkv: {len(failed) - SHOWN} more could not be read.")
+    return _Unread.exit_code if failed else 0
+
+
+class _Unread(ChatKVError):
+    """No conversation of a file could be read."""
+
+    code = "bad_file"
+
+
+def _open(path: Path) -> BinaryIO:
+    if str(path) == "-":
+        return sys.stdin.buffer
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UsageError(f"The file {path} cannot be read: {error.strerror}.") from error
+
+
+def _shown(path: Path) -> str:
+    return "stdin" if str(path) == "-" else str(path)
+
+
+def _json(path: Path, chat: Imported) -> dict[str, Any]:
+    return {
+        "file": str(path),
+        "line": chat.line,
+        "session": chat.session,
+        "name": chat.name,
+        "turns": chat.turns,
+        "forks": chat.forks,
+        "skipped": chat.skipped,
+        "unknown_ids": chat.unknown_ids,
+        "notes": list(chat.notes),
+    }
+
+
+def _say(found: Globals, path: Path, chat: Imported) -> None:
+    name = f"{output.shorten(chat.name, 40)} ({chat.session[:12]})"
+    if chat.skipped:
+        found.note(f"Skipped, the same is here: {name}.")
+        return
+    forks = f", {chat.forks} forks" if chat.forks else ""
+    found.note(f"Imported {name}: {chat.turns} turns{forks}.")
+    if chat.unknown_ids:
+        found.note(
+            f"  The ids of {chat.unknown_ids} messages are of a tokenizer not used here yet; "
+            "with another model they are made anew from the text."
+        )
+    for note in chat.notes:
+        found.note(f"  Note: {note}.")
