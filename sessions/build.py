@@ -3,7 +3,7 @@ loads this."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
-from chatkv.errors import ConfigError, ModelError
+from chatkv.errors import ModelError
 from chatkv.models import catalog
 from chatkv.models.devices import load_model
 from chatkv.models.model import Model
-from chatkv.spec.drafters import check_names
+from chatkv.spec.drafters import check_names, expect_draft_model
 from chatkv.spec.drafters.draft_model import expect_same_tokenizer
 from chatkv.tokenizer import Tokenizer
 from sessions.deletion import work_off_at_start
@@ -102,14 +102,6 @@ def template_notice(tokenizer: Tokenizer) -> str:
         "The model's chat template writes old turns in another way than new ones; stored turns "
         "stay as they were, so nothing is computed twice."
     )
-
-
-def expect_draft_model(drafters: Sequence[str], name: str | None) -> None:
-    """Raise ConfigError if the drafter `draft_model` is asked for without a model."""
-    if "draft_model" in drafters and not name:
-        raise ConfigError(
-            "The drafter 'draft_model' has no model.", hint="Name one with --draft-model."
-        )
 
 
 def load_draft(name: str, model: Model, threads: int | None) -> Model:

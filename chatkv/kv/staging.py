@@ -32,9 +32,9 @@ class Staging:
         if self._leaving is None:
             payload = rows.numpy().tobytes()
             return lambda: payload
-        # Gathered in order with the work of the current stream; only the slow way to the host is
-        # left to the other stream.
-        rows = rows.contiguous().view(-1)
+        # Copied in order with the current stream's work, also where they lie in one piece; only the
+        # slow way to the host is left to the other stream.
+        rows = rows.clone(memory_format=torch.contiguous_format).view(-1)
         buffer = torch.empty(rows.numel(), dtype=torch.uint8, pin_memory=True)
         self._leaving.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._leaving):

@@ -17,14 +17,14 @@ from chatkv.models.catalog import ModelFile
 from chatkv.models.devices import load_model
 from chatkv.models.model import Model
 from chatkv.sampling import SamplingParams
-from chatkv.spec.drafters import check_names
+from chatkv.spec.drafters import check_names, expect_draft_model
 from chatkv.spec.plan import Shape
 from chatkv.spec.token_log import TokenIndex
 from sessions.bench.about import about
 from sessions.bench.measure import Memory, Peak
 from sessions.bench.spec_play import Duel, Identity, Pair, play
 from sessions.bench.spec_row import Row
-from sessions.build import expect_draft_model, load_draft
+from sessions.build import load_draft
 from sessions.verify import BUILT_IN, Prompt, read_prompts
 
 

@@ -51,11 +51,17 @@ def _heads(means: DraftMeans) -> Drafter:
 
 
 def _draft_model(means: DraftMeans) -> Drafter:
-    if means.draft is None:
+    expect_draft_model(["draft_model"], means.draft)
+    assert means.draft is not None
+    return DraftModelDrafter(means.draft, means.context_limit)
+
+
+def expect_draft_model(names: Sequence[str], model: object) -> None:
+    """Raise ConfigError if the drafter `draft_model` is asked for without a model, or its name."""
+    if "draft_model" in names and not model:
         raise ConfigError(
             "The drafter 'draft_model' has no model.", hint="Name one with --draft-model."
         )
-    return DraftModelDrafter(means.draft, means.context_limit)
 
 
 def check_names(names: Sequence[str]) -> list[str]:

@@ -98,18 +98,15 @@ def find_heads(model: Model) -> Path | None:
     return None
 
 
-def load_heads(model: Model, path: Path | None = None) -> HeadsDrafter:
+def load_heads(model: Model) -> HeadsDrafter:
     """The drafter of a model's heads.
 
-    Args:
-        path: Of a file of heads; None is the one that ships for the model.
-
     Raises:
-        HeadsMismatch: There is none, or it was made for another model; says both values.
+        HeadsMismatch: There are none, or they do not fit; says both values.
     """
     from chatkv.spec.heads import file as head_file
 
-    found = path or find_heads(model)
+    found = find_heads(model)
     if found is None:
         raise HeadsMismatch(
             f"There are no draft heads for {model.spec.name}.",
