@@ -14,8 +14,15 @@ from dataclasses import asdict, fields, replace
 from time import monotonic
 from typing import Any
 
-from chatkv.errors import ConfigError, StoreError, UsageError
-from chatkv.events import Delta, Done, Event, Failed, Rendered, Usage
+from chatkv.errors import (
+    Cancelled,
+    ChatKVError,
+    ConfigError,
+    EngineLost,
+    StoreError,
+    UsageError,
+)
+from chatkv.events import Delta, Done, Event, Failed, Ready, Rendered, Usage
 from chatkv.sampling import SamplingParams
 from sessions.port import ChatPort, ChatRow, EnginePort, PathMessage, Request, TurnView
 from sessions.records import BegunTurn, SessionRow, TurnPath
@@ -194,7 +201,7 @@ class Chat:
         self._follow(begun)
         reply = _Reply(self._store, begun)
         try:
-            ready = self._engine.wait_ready()
+            ready = self._ready(reply, parent)
             reply.tok_fp = bytes.fromhex(ready.tok_fp)
             reply.model = ready.model
             messages, owners = self._messages(reply.tok_fp)
@@ -218,6 +225,17 @@ class Chat:
                     reply.close("interrupted")
             self._reload()
 
+    def _ready(self, reply: _Reply, parent: TurnPath) -> Ready:
+        """Wait for the engine. A model that cannot be loaded has refused the prompt; one that was
+        lost, or waited for no longer, may still answer it."""
+        try:
+            return self._engine.wait_ready()
+        except (Cancelled, EngineLost):
+            raise
+        except ChatKVError:
+            self._refused(reply, parent)
+            raise
+
     def _refused(self, reply: _Reply, parent: TurnPath) -> None:
         """The engine failed. A prompt that it would not even take (it does not fit) leaves the
         path, or nothing could ever be said again; it stays stored."""
@@ -230,11 +248,12 @@ class Chat:
                     # Nothing was ever said here; `restore`, or the next prompt, brings it back.
                     self._store.trash(self._row.id)
 
-    def _messages(self, tok_fp: bytes) -> tuple[list[PathMessage], list[int | None]]:
+    def _messages(self, tok_fp: bytes) -> tuple[list[PathMessage], list[int]]:
         """The path as the engine takes it, and the row behind each message."""
         messages: list[PathMessage] = []
-        owners: list[int | None] = []
-        for place, turn in enumerate(self._path):
+        owners: list[int] = []
+        *before, last = self._path
+        for turn in (*(turn for turn in before if turn.answered), last):
             for message in turn.messages:
                 render = message.render(tok_fp)
                 messages.append(
@@ -246,18 +265,11 @@ class Chat:
                     )
                 )
                 owners.append(message.row.id)
-            is_last = place == len(self._path) - 1
-            if turn.turn.depth and not is_last and len(turn.messages) == 1:
-                # A reply that never began: the template closes an empty one.
-                messages.append(PathMessage("assistant", "", ids=()))
-                owners.append(None)
         return messages, owners
 
-    def _keep_renders(self, event: Rendered, owners: list[int | None], tok_fp: bytes) -> None:
+    def _keep_renders(self, event: Rendered, owners: list[int], tok_fp: bytes) -> None:
         for made in event.messages:
-            owner = owners[made.index]
-            if owner is not None:
-                self._store.set_render(owner, tok_fp, made.ids, made.sampled)
+            self._store.set_render(owners[made.index], tok_fp, made.ids, made.sampled)
 
     # The path.
 

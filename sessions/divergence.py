@@ -64,7 +64,11 @@ class Prompt:
     def __init__(
         self, store: ChatStore, path: Sequence[TurnPath], tokenizer: Decoder | None
     ) -> None:
-        self.path, self.turn, self.parent = path, path[-1], path[-2]
+        self.path = [*(turn for turn in path[:-1] if turn.answered), path[-1]]
+        """What the model was shown: turns that were never answered are left out."""
+        self.turn, self.parent = path[-1], self.path[-2]
+        self.left_out = path[-2] is not self.parent
+        """Whether the turn before it is one of those."""
         self.tok_fp = tok_fp_of(self.turn)
         self.ids = prompt_ids(self.turn, self.tok_fp)
         """Of the user's message; None if it was never rendered."""

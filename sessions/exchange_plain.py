@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, cast
 
 from chatkv.errors import UsageError
@@ -94,6 +95,7 @@ def read_talk(value: Value, kind: str, limits: Limits) -> tuple[str, Talk]:
                 hint=hint,
             )
         talk.append((roles[name], fields.short("content", text, limits.text_chars)))
+    talk = _one_prompt_a_turn(value, talk, limits)
     _check_order(value.line, talk)
     return title, talk
 
@@ -119,6 +121,22 @@ def _openai_message(fields: Fields) -> tuple[str, str]:
 
 def _sharegpt_message(fields: Fields) -> tuple[str, str]:
     return fields.take("from", str), fields.text("value")
+
+
+def _one_prompt_a_turn(value: Value, talk: Talk, limits: Limits) -> list[tuple[str, str]]:
+    """Prompts in a row as one: a turn of its own without a reply would not reach the model."""
+    joined: list[tuple[str, str]] = []
+    for role, run in groupby(talk, key=lambda said: said[0]):
+        texts = [text for _, text in run]
+        if role == "user" and len(texts) > 1:
+            text = "\n\n".join(texts)
+            texts = [
+                Fields(Value(value.line, {}), "the prompts").short(
+                    "content", text, limits.text_chars
+                )
+            ]
+        joined += [(role, text) for text in texts]
+    return joined
 
 
 def _check_order(line: int, talk: Talk) -> None:

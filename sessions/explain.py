@@ -128,6 +128,8 @@ def _note(prompt: Prompt, reason: str | None) -> str:
     models = _models(prompt)
     if models:
         return f"the model was {models[0]} and is {models[1]}"
+    if prompt.left_out:
+        return "the turn before it has no reply and is left out"
     if prompt.is_again:
         return "again: a sibling has the same prompt"
     if prompt.parent.turn.depth and prompt.parent.turn.state != "done":

@@ -158,6 +158,21 @@ class TurnPath:
     """In the order the model sees them; empty only for a redacted turn."""
     forgets: tuple[ForgetRow, ...] = ()
 
+    @property
+    def answered(self) -> bool:
+        """Whether the turns behind this one see it.
+
+        A prompt whose reply never began is left out of the model's input: an empty reply in its
+        place would show the model how to say nothing.
+        """
+        if self.turn.depth == 0:
+            return True
+        reply = self.message("assistant")
+        if reply is None:
+            return False
+        chosen = any(render.sampled for render in reply.renders)
+        return self.turn.state == "done" or bool(reply.row.content) or chosen
+
     def message(self, role: Role) -> StoredMessage | None:
         """The last message of that role."""
         return next((item for item in reversed(self.messages) if item.row.role == role), None)

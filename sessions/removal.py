@@ -105,10 +105,12 @@ def _removed_paths(db: sqlite3.Connection, doomed: Sequence[int]) -> list[_Remov
         )
     }
     removed: list[_Removed] = []
-    for leaf in doomed:
-        if leaf in parents:
+    for last in load_turns(db, doomed):
+        if last.turn.id in parents and last.answered:
             continue
-        path = load_turns(db, path_ids(db, leaf))
+        # A turn without a reply was shown to the model at the end of its own path only.
+        path = load_turns(db, path_ids(db, last.turn.id))
+        path = [*(turn for turn in path[:-1] if turn.answered), path[-1]]
         messages = [message for turn in path for message in turn.messages]
         ops: list[object] = [forget.op for turn in path for forget in turn.forgets]
         for tok_fp in sorted({r.tok_fp for message in messages for r in message.renders}):
@@ -142,9 +144,11 @@ def _shared_tokens(db: sqlite3.Connection, path: _Removed) -> int:
     would leave all other chats without the start of their chain.
     """
     best = 0
-    frontier = [(turn_id, 0) for (turn_id,) in db.execute("SELECT id FROM turns WHERE depth = 0")]
+    roots = db.execute("SELECT id, state FROM turns WHERE depth = 0")
+    frontier = [(turn_id, state, 0) for turn_id, state in roots]
     while frontier:
-        turn_id, offset = frontier.pop()
+        turn_id, state, before = frontier.pop()
+        offset = before
         rows = db.execute(
             "SELECT r.token_ids FROM messages m LEFT JOIN renders r"
             " ON r.message_id = m.id AND r.tok_fp = ? WHERE m.turn_id = ? ORDER BY m.seq",
@@ -159,9 +163,11 @@ def _shared_tokens(db: sqlite3.Connection, path: _Removed) -> int:
             if not complete:
                 break
         best = max(best, offset)
+        if state != "done" and not load_turns(db, [turn_id])[0].answered:
+            complete, offset = True, before  # those behind it never saw it
         if complete:
-            children = db.execute("SELECT id FROM turns WHERE parent_id = ?", (turn_id,))
-            frontier += [(child, offset) for (child,) in children]
+            children = db.execute("SELECT id, state FROM turns WHERE parent_id = ?", (turn_id,))
+            frontier += [(child, its_state, offset) for child, its_state in children]
     return best
 
 

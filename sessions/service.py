@@ -185,7 +185,8 @@ class EngineService:
         assert seq.finish_reason is not None
         seq.reply.finish()
         ids = seq.tokens[seq.prompt_tokens :]
-        closing = self.tokenizer.closing_ids(bool(ids) and ids[-1] in self.tokenizer.eos_ids)
+        # A reply that never began is none: there is nothing to close.
+        closing = self.tokenizer.closing_ids(ids[-1] in self.tokenizer.eos_ids) if ids else ()
         usage = Usage(
             prompt_tokens=seq.prompt_tokens,
             cached_tokens=report.reused,

@@ -13,6 +13,9 @@ from chatkv.errors import ChatKVError, EngineLost
 from chatkv.events import Done, Event, Failed, TokenLogprob, Usage
 from sessions.port import ChatPort, TurnView
 
+NO_REPLY = "no reply; the model does not see this turn"
+"""What is said of a turn that ended before its reply began."""
+
 
 def play(events: Iterator[Event], on_event: Callable[[Event], None]) -> Done:
     """Hand each event on and return the last one.

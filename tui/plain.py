@@ -108,14 +108,14 @@ class PlainChat:
 
             try:
                 self._last = answer.play(begin(), pass_on)
-                if self._last.notice:
-                    self._found.note(self._last.notice)
             except Stopped:
                 self._last = None
             finally:
                 form.finish()
                 if not output.is_terminal(sys.stdout):
                     output.write("\n", exact=True)  # one line at least between two replies
+        if self._last is not None and self._last.notice:
+            self._found.note(self._last.notice)
         if self._last is not None and output.is_terminal(sys.stderr):
             self._found.note(answer.summary(self._last))
         stays = interrupts.exit_code == 130 and self._interactive

@@ -20,7 +20,8 @@ class TextPrinter:
     def __init__(self, *, exact: bool = False) -> None:
         self._terminal = output.is_terminal(sys.stdout)
         self._clean = _cleaner() if self._terminal and not exact else None
-        self._open_line = False
+        self.open_line = False
+        """Whether what was written last has no line break behind it."""
 
     def event(self, event: Event, chat: ChatPort) -> None:
         """Called with each event of the reply."""
@@ -34,13 +35,13 @@ class TextPrinter:
         """Called at the end, also of a reply that failed: what follows starts a line of its own."""
         if self._clean:
             self._put(self._clean.flush())
-        if self._open_line and self._terminal:
+        if self.open_line and self._terminal:
             self._put("\n")
 
     def _put(self, text: str) -> None:
         if text:
             output.write(text, exact=True)
-            self._open_line = not text.endswith("\n")
+            self.open_line = not text.endswith("\n")
 
 
 class CodePrinter(TextPrinter):

@@ -8,6 +8,7 @@ from rich.cells import cell_len, set_cell_size
 
 from chatkv.errors import ChatKVError
 from chatkv.events import Usage
+from tui.answer import NO_REPLY
 from tui.safe_text import SafeText, safe_line, safe_text
 
 DAY_S = 86_400
@@ -87,9 +88,18 @@ REPLY_ENDS = {
 }
 
 
-def reply_end(state: str, finish_reason: str, usage: Usage | None) -> str:
-    """Why a reply is shorter than it might be, or nothing."""
+def reply_end(state: str, finish_reason: str, usage: Usage | None, *, text: bool = True) -> str:
+    """Why a reply is shorter than it might be, or nothing.
+
+    Args:
+        state: Of the turn.
+        finish_reason: Of its reply.
+        usage: Its numbers.
+        text: Whether there is any of it.
+    """
     tokens = usage.predicted_n if usage is not None else 0
+    if state == "interrupted" and not text and not tokens:
+        return NO_REPLY
     if state in ("open", "interrupted") or finish_reason == "cancelled":
         return f"interrupted after {tokens} tok" if tokens else "interrupted"
     if state == "error":

@@ -12,7 +12,7 @@ from fakes import TinyModel
 
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
-from chatkv.errors import EngineLost, UsageError
+from chatkv.errors import EngineLost, ModelError, UsageError
 from chatkv.events import Delta, Done, Failed, Prefill, Rendered
 from sessions.chat import Chats
 from sessions.local import LocalEngine
@@ -303,6 +303,62 @@ def test_a_prompt_that_was_committed_stays_when_the_engine_never_comes(
 
 def _lost(timeout_s: float | None = None) -> None:
     raise EngineLost("killed")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_turn_without_a_reply_is_not_shown_to_the_model(
+    start: Callable[..., Program],
+    monkeypatch: pytest.MonkeyPatch,
+    never_quit: list[str],
+    lost: bool,
+) -> None:
+    """Stopped before its first token, or its engine gone: as if it had never been said."""
+    program = start()
+    chat = program.chats.new()
+    texts = [say(chat, PROMPTS[0]).text]
+    if lost:
+        with monkeypatch.context() as patch:
+            patch.setattr(program.engine, "wait_ready", _lost)
+            with pytest.raises(EngineLost):
+                list(chat.send("never mind"))
+    else:
+        for event in chat.send("never mind"):
+            if isinstance(event, Prefill):
+                chat.cancel()
+        assert isinstance(event, Done)
+        assert (event.text, event.ids) == ("", ())
+    (_, turn) = chat.turns()
+    assert (turn.state, turn.reply) == ("interrupted", "")
+    texts += [say(chat, prompt).text for prompt in PROMPTS[1:3]]
+    chat = start().chats.open("@last")
+    texts.append(say(chat, PROMPTS[3]).text)
+    assert texts == never_quit
+    assert [turn.prompt for turn in chat.turns()] == [PROMPTS[0], "never mind", *PROMPTS[1:]]
+
+
+def test_a_model_that_cannot_be_loaded_refuses_the_prompt(
+    start: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing untitled stays in the list; the prompt can still be found."""
+    program = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(program.engine, "wait_ready", _not_here)
+        chat = program.chats.new()
+        with pytest.raises(ModelError):
+            list(chat.send("the first words"))
+    assert program.chats.chats() == []
+    assert len(program.chats.chats(trash=True)) == 1
+    assert say(chat, PROMPTS[0]).text
+    with monkeypatch.context() as patch:
+        patch.setattr(program.engine, "wait_ready", _not_here)
+        with pytest.raises(ModelError):
+            list(chat.send("more words"))
+    assert [turn.prompt for turn in chat.turns()] == [PROMPTS[0]]
+    assert program.store.search("more words")
+
+
+def _not_here(timeout_s: float | None = None) -> None:
+    raise ModelError("There is no such device.")
 
 
 def test_two_programs_on_one_chat(start: Callable[..., Program], tmp_path: Path) -> None:

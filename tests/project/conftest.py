@@ -97,7 +97,7 @@ class FakeChat:
                 10 + number, number, text, said, state, 1_700_000_000_000, USAGE, "stop", 7
             )
         reason = "cancelled" if self.cancelled else "stop"
-        yield Done(reason, said, (1, 2), ((0, 2),), USAGE)
+        yield Done(reason, said, (1, 2), ((0, 2),), USAGE, self.owner.notice)
 
     def again(self) -> Iterator[Event]:
         prompt = self.told.pop().prompt
@@ -137,6 +137,7 @@ class FakeChats:
     def __init__(self) -> None:
         self.rows: list[FakeChat] = []
         self.script: Callable[[FakeChat, str], Iterator[Event]] = words
+        self.notice = ""
         self.ephemeral = False
 
     def add(self, name: str = "", *, fork: str = "main") -> FakeChat:

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +35,20 @@ def test_escape_sequences_reach_a_pipe_and_no_terminal(chatkv, chats, monkeypatc
     assert "\x9b" not in cleaned
     assert cleaned.endswith("\n")
     assert chatkv("ask", "hi", "--raw").out.startswith("a\x1b[2Jb\x9b")
+
+
+def test_a_notice_stands_on_a_line_of_its_own(chatkv, chats, monkeypatch):
+    """Also where stdout is no terminal and both streams end in one place."""
+    chats.notice = "Pages are not saved any more."
+    assert chatkv("ask", "hi").err == f"\n{chats.notice}\n"
+    assert chatkv("ask", "--json", "hi").err == f"{chats.notice}\n"
+    monkeypatch.setattr(output, "is_terminal", lambda stream: stream is sys.stdout)
+    assert chatkv("ask", "hi").err == f"{chats.notice}\n"
+    order = []
+    monkeypatch.setattr(output, "write", lambda text, **_: order.append(text))
+    monkeypatch.setattr(output, "note", order.append)
+    chatkv("chat", "--plain", stdin=b"hi\n")
+    assert order[-2:] == ["\n", chats.notice]
 
 
 def test_json_has_the_names_of_the_server(chatkv, chats):

@@ -216,6 +216,24 @@ def test_plain_formats_come_back(memory, elsewhere, kind):
         assert elsewhere.check() == []
 
 
+def test_prompts_in_a_row_are_one_turn(elsewhere):
+    """A turn without a reply would not be shown to the model."""
+    said = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "d"), ("user", "e")]
+    line = json.dumps({"messages": [{"role": role, "content": text} for role, text in said]})
+    (made,) = read(elsewhere, line)
+    path = elsewhere.path(made.session)[1:]
+    assert [[m.row.content for m in turn.messages] for turn in path] == [
+        ["a\n\nb", "c"],
+        ["d\n\ne"],
+    ]
+    assert [turn.answered for turn in path] == [True, False]
+    assert read(elsewhere, line)[0].skipped
+    many = json.dumps([{"from": "human", "value": "x"}] * 200_000)
+    assert read(elsewhere, many)[0].turns == 1
+    (error,) = read(elsewhere, line, limits=Limits(text_chars=3))
+    assert "4 characters; the most is 3" in error.message
+
+
 TWO = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 

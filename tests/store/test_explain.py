@@ -10,7 +10,7 @@ from fakes import ByteTokenizer, TinyModel
 
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
-from chatkv.errors import ModelError
+from chatkv.errors import EngineLost, ModelError
 from chatkv.events import Done
 from sessions.build import template_notice
 from sessions.chat import Chats
@@ -168,9 +168,10 @@ def test_a_reply_that_never_began_shifts_nothing(start, monkeypatch):
     say(chat.send("one"))
     with monkeypatch.context() as patch:
         patch.setattr(program.engine, "wait_ready", _lost)
-        with pytest.raises(ModelError):
+        with pytest.raises(EngineLost):
             say(chat.send("lost"))
     say(chat.send("two"))
+    assert "left out" in explain(program.store, chat.id, TOK)[-1].note
     done = say(chat.edit(chat.turns()[2].id, "tea"))
     lost, last = explain(program.store, chat.id, TOK)[1:]
     assert (lost.reason, lost.prompt_tokens, lost.state) == (None, None, "interrupted")
@@ -178,7 +179,7 @@ def test_a_reply_that_never_began_shifts_nothing(start, monkeypatch):
 
 
 def _lost(timeout_s=None):
-    raise ModelError("gone")
+    raise EngineLost("gone")
 
 
 def counted(talk, store, session, prompt, reply, *, tok_fp=None, cached=0, **usage):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chatkv.errors import UnknownSession
+from sessions.records import Render
 
 
 def test_deleting_the_only_session_leaves_nothing(talk, memory):
@@ -135,3 +136,25 @@ def test_the_last_purge_makes_the_index_anew(talk, store, talk_on):
     assert b"xyl" not in raw
     assert b"kept words" in raw
     assert len(store.search("kept")) == 1
+
+
+def test_a_turn_without_a_reply_is_a_path_of_its_own(talk, memory):
+    """The turns behind it never saw it, so its pages hang on no path of theirs."""
+    session = talk.start(system="s")
+    root = memory.session(session).head_turn_id
+    render = Render(talk.FP, talk.ids("lost"))
+    memory.finish_turn(
+        memory.begin_turn(session, root, root, "lost", {}, render=render).turn_id, "interrupted"
+    )
+    talk.turn(session, "two", "2")
+    other = talk.start(system="s")
+    begun = memory.begin_turn(
+        other, memory.session(other).head_turn_id, memory.session(other).head_turn_id, "x", {}
+    )
+    memory.finish_turn(begun.turn_id, "interrupted")
+    talk.turn(other, "twin", "9")
+    memory.delete(session)
+    assert [("".join(map(chr, p.token_ids)), p.keep_tokens) for p in memory.purges()] == [
+        ("slost", 1),
+        ("stwo2", 3),  # the other chat shows "s" and "tw" too, whatever stands between
+    ]

@@ -125,7 +125,8 @@ def ask(
             else "",
         )
     if done is not None and done.notice:
-        found.note(done.notice)
+        # Where both streams end in one place, it must not stand right behind the reply.
+        found.note(("\n" if form.open_line else "") + done.notice)
     if done is not None and output.is_terminal(sys.stderr) and not (as_json or jsonl):
         found.note(answer.summary(done))
     return interrupts.exit_code

@@ -208,4 +208,7 @@ def _print_turn(turn: TurnView) -> None:
     output.line(" ".join([f"── {turn.number} you", *(f"({mark})" for mark in marks)]))
     output.line(turn.prompt)
     output.line(f"── {turn.number} assistant")
-    output.line(turn.reply)
+    if not turn.reply and turn.state == "interrupted":
+        output.line(f"({answer.NO_REPLY})")
+    else:
+        output.line(turn.reply)

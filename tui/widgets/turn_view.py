@@ -61,7 +61,7 @@ class Card:
 
 def card(turn: TurnView) -> Card:
     """The card of a stored turn."""
-    end = reply_end(turn.state, turn.finish_reason, turn.usage)
+    end = reply_end(turn.state, turn.finish_reason, turn.usage, text=bool(turn.reply))
     numbers = [end] if end else []
     siblings = f"‹ {turn.sibling}/{turn.siblings} ›" if turn.siblings > 1 else ""
     note = "  ".join(part for part in (siblings, clock(turn.created_at)) if part)
