@@ -89,18 +89,27 @@ class OutOfPages(ChatKVError):
 
 
 class ContextFull(ChatKVError):
-    """The conversation and the reply do not fit the model's context."""
+    """The conversation and the reply do not fit the model's context.
+
+    Args:
+        used: Tokens in sight before this turn.
+        needed: Tokens this turn needs more.
+        limit: Of the context.
+        protected: Of `used`, tokens that no policy may forget; None where no policy was asked.
+    """
 
     code = "context_full"
     exit_code = 5
 
-    def __init__(self, *, used: int, needed: int, limit: int) -> None:
+    def __init__(self, *, used: int, needed: int, limit: int, protected: int | None = None) -> None:
+        kept = "" if protected is None else f" ({protected} of them protected)"
+        ways = "Unpin or /forget turns" if protected else "Shorten the prompt"
         super().__init__(
-            f"The conversation holds {used} tokens and this turn needs {needed} more, "
+            f"The conversation holds {used} tokens{kept} and this turn needs {needed} more, "
             f"but the context is {limit} tokens.",
-            hint="Shorten the prompt, fork from an earlier turn, or start a new chat.",
+            hint=f"{ways}, use a larger --context, fork from an earlier turn, or start a new chat.",
         )
-        self.used, self.needed, self.limit = used, needed, limit
+        self.used, self.needed, self.limit, self.protected = used, needed, limit, protected
 
 
 class StoreError(ChatKVError):

@@ -1,13 +1,14 @@
 """What an engine tells while it works. Plain records that become JSON; no tensor, no widget.
 
 A front reads them in this order for one reply: `Rendered`, `Prefill` (none or more), `Delta` (one a
-step), then `Done` or `Failed`. `Loading` and `Ready` come once, before the first reply.
+step), then `Done` or `Failed`. `Loading` and `Ready` come once, before the first reply. A
+`ForgetEvent` comes before everything that was computed without what it names.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,68 @@ class Rendered:
 
     type: ClassVar[str] = "rendered"
     messages: tuple[MessageIds, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPlanned:
+    """What the next turn would put out of the model's sight; nothing has happened."""
+
+    type: ClassVar[str] = "forget_planned"
+    policy: str
+    """Name of the policy; `user` for /forget, `rebase` where only positions move."""
+    reason: str
+    """`limit`: the context is full; `position`: the model was trained for no more; `user`."""
+    turns: tuple[int, ...]
+    """Numbers of the turns that go."""
+    partly: tuple[int, ...]
+    """Numbers of the turns that are cut."""
+    num_tokens: int
+    live_before: int
+    """Tokens in sight, the new prompt included."""
+    live_after: int
+    limit: int
+    replay_tokens: int
+    """What would have to be computed if every stored page were lost."""
+    restart_tokens: int
+    """What computing the rest as a plain prompt would take."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetEvent:
+    """Tokens left the model's sight. Fields as in `ForgetPlanned`."""
+
+    type: ClassVar[str] = "forget"
+    policy: str
+    reason: str
+    turns: tuple[int, ...]
+    partly: tuple[int, ...]
+    num_tokens: int
+    live_before: int
+    live_after: int
+    limit: int
+    op: dict[str, Any]
+    """`chatkv.kv.ops.Op` as JSON: what has to be recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecallEvent:
+    """Turns are in the model's sight again."""
+
+    type: ClassVar[str] = "recall"
+    turns: tuple[int, ...]
+    num_tokens: int
+    live_before: int
+    live_after: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class RedactEvent:
+    """Turns and every stored page that saw them are gone."""
+
+    type: ClassVar[str] = "redact"
+    turns: tuple[int, ...]
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +174,11 @@ class Usage:
     """Whether a forward pass agreed with the restored pages; None when nothing was restored."""
     context_limit: int = 0
     context_used: int = 0
+    """Tokens the model sees behind this reply, its closing ids counted."""
+    context_reserved: int = 0
+    """Tokens that were kept free for the reply."""
+    forgotten_tokens: int = 0
+    """Tokens of the conversation that the model does not see."""
     pages_used: int = 0
     pages_total: int = 0
 
@@ -152,7 +220,19 @@ class Failed:
     hint: str = ""
 
 
-Event = Loading | Ready | Rendered | Prefill | Delta | Done | Failed
+Event = (
+    Loading
+    | Ready
+    | Rendered
+    | ForgetPlanned
+    | ForgetEvent
+    | RecallEvent
+    | RedactEvent
+    | Prefill
+    | Delta
+    | Done
+    | Failed
+)
 
 
 def to_json(event: Event) -> dict[str, Any]:
@@ -171,8 +251,9 @@ def from_json(data: dict[str, Any]) -> Event:
         fields["sampled"] = _spans(fields["sampled"])
     if kind is Delta:
         fields["logprobs"] = tuple(_logprob(found) for found in fields.get("logprobs", ()))
-    if "ids" in fields:
-        fields["ids"] = tuple(fields["ids"])
+    for name in ("ids", "turns", "partly"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
     return kind(**fields)
 
 
@@ -188,6 +269,4 @@ def _spans(data: Any) -> tuple[tuple[int, int], ...]:
     return tuple((start, stop) for start, stop in data)
 
 
-_KINDS: dict[str, Any] = {
-    kind.type: kind for kind in (Loading, Ready, Rendered, Prefill, Delta, Done, Failed)
-}
+_KINDS: dict[str, Any] = {kind.type: kind for kind in get_args(Event)}
