@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from chatkv.errors import ConfigError, ContextFull, UsageError
-from chatkv.kv.layout import stages
+from chatkv.kv.layout import Span, stages
 from chatkv.kv.ops import Op, Range, joined, live_ranges, next_position, num_live, size_of, without
 
 SINK_TOKENS = 4
@@ -281,10 +281,12 @@ def plan(policy: Policy, layout: Layout, limits: Limits) -> list[ForgetPlan]:
     new = layout.current.stop - layout.current.start
     used = layout.num_live - new
     drop: list[Range] = []
+    kept: list[TurnSpan] | None = None
+    protected: int | None = None
     limit = limits.context
     match policy:
         case ErrorPolicy():
-            kept = None
+            pass
         case TurnsPolicy() | SummarizePolicy():
             kept = _protected(layout, policy.keep_last)
             if used + new + limits.reserve > limit:
@@ -299,12 +301,15 @@ def plan(policy: Policy, layout: Layout, limits: Limits) -> list[ForgetPlan]:
                 drop = _oldest(layout, kept, wanted, exact=policy.edge == "token")
         case WindowPolicy():
             slide = Slide.of(policy, layout, limits)
-            kept = [turn for turn in layout.turns if turn.number == 0 or turn.pinned]
-            limit = slide.bound
-            drop = slide.dropped(layout.ops, layout.current.start, new)
+            limit, size = slide.bound, limits.page_tokens
+            spans = stages(layout.ops, size)[-1].filled(layout.current.start, size)
+            drop = slide.dropped(spans, used + new + 1 - limit)
+            live = live_ranges(layout.ops, layout.current.start)
+            protected = size_of(live) - size_of(without(live, slide.protected))
     left = used - size_of(drop)
     if left + new + 1 > limit:
-        protected = None if kept is None else sum(size_of(layout.live(turn)) for turn in kept)
+        if kept is not None:
+            protected = sum(size_of(layout.live(turn)) for turn in kept)
         raise ContextFull(used=used, needed=new + 1, limit=limit, protected=protected)
     reserve = 1 if isinstance(policy, WindowPolicy) else limits.reserve
     op = _placed(layout, drop, new + reserve, limits)
@@ -389,21 +394,28 @@ class Slide:
         bound = min(sinks + window, limits.context)
         return Slide(tuple(joined(ranges)), bound, window // 8, limits, layout.turns)
 
-    def room(self, ops: Sequence[Op], num_ids: int) -> int:
-        """How many ids fit behind `num_ids` before something has to go."""
-        positions = self.limits.trained - next_position(ops, num_ids)
-        return min(self.bound - num_live(ops, num_ids), positions)
+    def room(self, live: int, position: int) -> int:
+        """How many ids fit before something has to go.
 
-    def next(self, ops: Sequence[Op], num_ids: int) -> ForgetPlan | None:
-        """What goes before the id at `num_ids` is computed; None while there is room.
+        Args:
+            live: Ids in sight.
+            position: Of the next id.
+        """
+        return min(self.bound - live, self.limits.trained - position)
+
+    def next(self, ops: Sequence[Op], num_ids: int, spans: Sequence[Span]) -> ForgetPlan:
+        """What goes before the id at `num_ids` is computed, now that there is no room.
+
+        Args:
+            ops: Of the path so far.
+            num_ids: In place.
+            spans: The entries they fill.
 
         Raises:
             ContextFull: Nothing may go.
         """
-        if self.room(ops, num_ids) > 0:
-            return None
-        drop = self.dropped(ops, num_ids, 1)
         used = num_live(ops, num_ids)
+        drop = self.dropped(spans, used + 1 - self.bound)
         if used - size_of(drop) + 1 > self.bound:
             raise ContextFull(
                 used=used, needed=1, limit=self.bound, protected=size_of(self.protected)
@@ -411,18 +423,14 @@ class Slide:
         ends = (*self.turns[:-1], replace(self.turns[-1], stop=num_ids))
         layout = Layout((*ends, TurnSpan(-1, num_ids, num_ids + 1)), tuple(ops))
         op = _placed(layout, drop, 1, self.limits)
-        assert op is not None, "room ran out, so something goes"
+        assert op is not None, f"{used} of {self.bound} ids in sight, and nothing goes"
         return _plan("window" if drop else "rebase", "limit", layout, op, self.limits)
 
-    def dropped(self, ops: Sequence[Op], at: int, new: int) -> list[Range]:
-        """The oldest whole pages that have to go so that `new` ids fit behind `at`."""
-        over = num_live(ops, at) + new - self.bound
-        if over <= 0:
-            return []
-        size = self.limits.page_tokens
+    def dropped(self, spans: Sequence[Span], over: int) -> list[Range]:
+        """The oldest whole pages: `over` ids and a step at least, nothing if none are over."""
         drop: list[Range] = []
-        for span in stages(ops, size)[-1].filled(at, size):
-            if size_of(drop) >= max(over, self.step):
+        for span in spans:
+            if over <= 0 or size_of(drop) >= max(over, self.step):
                 break
             drop += without([(span.first + span.lo, span.first + span.hi)], self.protected)
         return joined(drop)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 Range = tuple[int, int]
@@ -82,7 +83,7 @@ def check_ops(ops: Sequence[Op], num_ids: int) -> None:
             raise ValueError(f"An op at {op.at} behind one at {before}, in {num_ids} ids.")
         before = op.at
     dropped = sorted(pair for op in ops for pair in op.drop)
-    for (_, stop), (start, _) in zip(dropped, dropped[1:], strict=False):
+    for (_, stop), (start, _) in pairwise(dropped):
         if start < stop:
             raise ValueError(f"The id at {start} is dropped twice.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chatkv.errors import ConfigError, ContextFull, UsageError
@@ -120,6 +120,7 @@ def test_window_keeps_pages_pins_and_a_bound() -> None:
         check_policy(parse_policy("window:window_tokens=1020"), LIMITS)
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 400), st.integers(64, 300), st.integers(0, 3))
 def test_a_sliding_window_is_bounded(start: int, window: int, pin: int) -> None:
     """Id after id: never more in sight than the window and the sinks, and never one step twice."""
@@ -128,29 +129,27 @@ def test_a_sliding_window_is_bounded(start: int, window: int, pin: int) -> None:
     policy = WindowPolicy(window_tokens=window)
     try:
         ops = [made.op for made in plan(policy, lay, limits)]
-    except ContextFull:
-        return
+    except ContextFull as full:
+        assume(full.needed + 16 <= full.limit - (full.protected or 0))
+        raise
     slide = Slide.of(policy, lay, limits)
-    length = lay.current.stop
+    stage, length = stages(ops, 16)[-1], lay.current.stop
     gone = [op.at for op in ops]
-    while length < 1500:
-        try:
-            made = slide.next(ops, length)
-        except ContextFull as full:
-            assert full.protected is not None
-            assert full.protected + limits.page_tokens > slide.bound - 1
-            return
-        if made is not None:
-            assert made.op.at == length
-            ops.append(made.op)
+    while length < 1000:
+        room = slide.room(num_live(ops, length), next_position(ops, length))
+        if room <= 0:
+            op = slide.next(ops, length, stage.filled(length, 16)).op
+            assert op.at == length
+            ops.append(op)
             gone.append(length)
-            check_ops(ops, length)
-            stages(ops, 16)
-        assert slide.room(ops, length) > 0
-        length += slide.room(ops, length)
+            stage = stage.after(op, 16)
+            room = slide.room(num_live(ops, length), next_position(ops, length))
+        assert room > 0
+        length += room
         assert num_live(ops, length) <= slide.bound
         assert next_position(ops, length) <= limits.trained
         assert live_ranges(ops, length)[0][0] == 0
+    check_ops(ops, length)
     assert len(gone) == len(set(gone))
     assert len(gone) > 1
 
