@@ -32,6 +32,7 @@ def free_choices(shape: Shape) -> list[tuple[Partition, Launch | None]]:
         longest,
         exact,
         quantised=False,
+        is_mixed=False,
         can_be_wide=False,
         pdl=True,
     )

@@ -16,7 +16,7 @@ from chatkv.attention.call import AttentionCall
 from chatkv.attention.triton_launch import WIDE_ROWS
 
 WIDE_TILE = 64
-RING = 128 * 1024
+RING = 160 * 1024
 """Bytes of keys and values in shared memory."""
 
 

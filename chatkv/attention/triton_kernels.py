@@ -20,190 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from chatkv.attention.triton_tiles import EMPTY_MAX, ONES, fold, leaf_end, load_page, load_tile
 
 
-@triton.jit
-def item_of(item, blocks, pairs, by_leaf, HEADS: tl.constexpr, GROUPS: tl.constexpr):
-    """Row block, pair and part of an item, and whether it is a leaf.
-
-    First come all pairs with the parts below GROUPS: a leaf 0, or a group. Then come the pairs of
-    the first `by_leaf` sequences with the parts of their other leaves.
-    """
-    index = item // blocks
-    is_first = index < pairs * GROUPS
-    width = tl.where(is_first, pairs, HEADS * by_leaf)
-    index = tl.where(is_first, index, index - pairs * GROUPS)
-    pair = index % width
-    part = index // width + tl.where(is_first, 0, GROUPS)
-    return item % blocks, pair, part, pair < HEADS * by_leaf
-
-
-@triton.jit
-def attend_part(
-    block, pair, part, by_leaf,
-    q, pages, scales, page_table, sequences, limits, valid, q_pos, page_pos,
-    part_acc, part_max, part_sum, factor, window, num_entries, num_parts_rows, stride_q,
-    stride_page, stride_kind, stride_head, stride_slot,
-    stride_scale_page, stride_scale_kind, stride_scale_head, stride_scale_slot,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
-    LEAVES: tl.constexpr, OWNER: tl.constexpr, CODE: tl.constexpr, GAIN: tl.constexpr,
-    HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
-    """One part of one row block; `pair` is a place among the plan's sequences and a kv head.
-
-    Writes nothing for a part without tiles.
-    """
-    head = pair % HEADS
-    sequence = sequences + pair // HEADS * 8
-    first = tl.load(sequence)
-    rows = tl.load(sequence + 1)
-    smallest = tl.load(sequence + 2)
-    last = tl.load(sequence + 3)
-    n = tl.load(sequence + 7)
-    tiles = tl.cdiv(last, BLOCK_N)
-
-    # Tile k of a group is of leaf k % LEAVES; a program takes the leaves it owns one after another.
-    part_group = part % GROUPS
-    group_tiles = tl.cdiv(tiles - part_group, GROUPS)
-    first_tile = 0
-    if HAS_WINDOW:
-        first_tile = tl.maximum(tl.cdiv(tl.load(sequence + 5) // BLOCK_N - part_group, GROUPS), 0)
-    # A program that owns a group begins with its leaf 0.
-    leaf = part // GROUPS
-    if by_leaf:
-        turns = leaf_end(group_tiles, leaf, LEAVES) - leaf_end(first_tile, leaf, LEAVES)
-    else:
-        turns = group_tiles - first_tile
-        if HAS_WINDOW:
-            # An empty leaf takes one turn with nothing seen.
-            turns = tl.maximum(turns, LEAVES)
-    if (block * BLOCK_M < rows * GROUP) & (part_group + GROUPS * leaf < tiles):
-        m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        is_row = m < rows * GROUP
-        t = first + m // GROUP
-        limit = tl.load(limits + t, mask=is_row, other=0)
-        d = tl.arange(0, DIM_PAD)
-        row = t * (HEADS * GROUP) + head * GROUP + m % GROUP
-        q_row = q + t.to(tl.int64)[:, None] * stride_q + ((head * GROUP + m % GROUP) * DIM)[:, None]
-        queries = tl.load(q_row + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0)
-        ones = tl.full([BLOCK_N, ONES], 1.0, q.dtype.element_ty)
-        if HAS_VALID or HAS_WINDOW:
-            stored = tl.load(sequence + 4)
-        if HAS_WINDOW:
-            oldest = tl.load(q_pos + t, mask=is_row, other=2**30) - window + 1
-            first_pos = tl.min(oldest, 0)
-
-        lane = tl.arange(0, BLOCK_N)
-        table = page_table + n.to(tl.int64) * num_entries
-        pages += head * stride_head
-        scales += head * stride_scale_head
-        row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
-        row_sum = tl.zeros([BLOCK_M, ONES], tl.float32)
-        acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-        if OWNER != 0:
-            group_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
-            group_sum = tl.zeros([BLOCK_M], tl.float32)
-            group_acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-        step = leaf_end(first_tile, leaf, LEAVES)
-        next_slot = (part_group + GROUPS * (leaf + LEAVES * step)) * BLOCK_N
-        # The page of a tile is read one turn early, so that reading its keys waits for nothing.
-        next_page = load_page(table, next_slot, lane, num_entries, PAGE, BLOCK_N)
-        is_first = False
-        for _ in tl.range(0, turns):
-            first_slot = next_slot
-            page = next_page.to(tl.int64)
-            if OWNER != 0:  # noqa: SIM102 (known when compiled, and the inner one is not)
-                if is_first:
-                    group_max, group_sum, group_acc = fold(
-                        group_max, group_sum, group_acc, row_max, tl.max(row_sum, 1), acc, factor
-                    )
-                    # Makes the weight of what has been folded 0 below.
-                    row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
-            step += 1
-            if OWNER != 0:
-                is_first = step >= leaf_end(group_tiles, leaf, LEAVES)
-                leaf = tl.where(is_first, leaf + 1, leaf)
-                step = tl.where(is_first, leaf_end(first_tile, leaf, LEAVES), step)
-            next_slot = (part_group + GROUPS * (leaf + LEAVES * step)) * BLOCK_N
-            next_page = load_page(table, next_slot, lane, num_entries, PAGE, BLOCK_N)
-            slot = first_slot + lane
-            seen = slot < last
-            if PAGE % BLOCK_N == 0:
-                offset = first_slot % PAGE
-                k_base = pages + (page * stride_page + offset * stride_slot)
-                k_row = lane * stride_slot
-                s_base = scales + (page * stride_scale_page + offset * stride_scale_slot)
-                s_row = lane * stride_scale_slot
-            else:
-                k_base = pages
-                k_row = page * stride_page + (slot % PAGE) * stride_slot
-                s_base = scales
-                s_row = page * stride_scale_page + (slot % PAGE) * stride_scale_slot
-            if HAS_VALID or HAS_WINDOW:
-                # A long chain reaches into its own new rows: valid, at the position of their row.
-                is_new = slot >= stored
-                entry = n.to(tl.int64) * num_entries + slot // PAGE
-            if HAS_VALID:
-                low = tl.load(valid + entry * 2, mask=seen, other=0)
-                high = tl.load(valid + entry * 2 + 1, mask=seen, other=0)
-                seen = seen & (is_new | ((low <= slot % PAGE) & (slot % PAGE < high)))
-            if HAS_WINDOW:
-                page_start = tl.load(page_pos + entry, mask=seen & ~is_new, other=0)
-                new_pos = tl.load(q_pos + first + slot - stored, mask=seen & is_new, other=0)
-                position = tl.where(is_new, new_pos, page_start + slot % PAGE)
-                seen = seen & (position >= first_pos)
-            keys, k_factor = load_tile(
-                k_base, s_base, k_row, s_row, seen, DIM, DIM_PAD, CODE, q.dtype.element_ty
-            )
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-            if CODE == 1:
-                scores = scores * k_factor[None, :]
-            if HAS_VALID or HAS_WINDOW:
-                is_seen = (slot[None, :] < limit[:, None]) & seen[None, :]
-                if HAS_WINDOW:
-                    is_seen = is_seen & (position[None, :] >= oldest[:, None])
-                scores = tl.where(is_seen, scores, float("-inf"))
-            else:
-                if first_slot + BLOCK_N > smallest:
-                    scores = tl.where(slot[None, :] < limit[:, None], scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            weight = tl.exp2((row_max - new_max) * factor)
-            minus_max = -(new_max * factor)
-            p = tl.exp2(tl.fma(scores, factor, minus_max[:, None]))
-            values, v_factor = load_tile(
-                k_base + stride_kind,
-                s_base + stride_scale_kind,
-                k_row,
-                s_row,
-                seen,
-                DIM,
-                DIM_PAD,
-                CODE,
-                q.dtype.element_ty,
-            )
-            row_sum = row_sum * weight[:, None]
-            acc = acc * weight[:, None]
-            p_low = p.to(q.dtype.element_ty)
-            row_sum = tl.dot(p_low, ones, row_sum, input_precision="ieee")
-            if CODE == 1:
-                p_low = (p * (v_factor * GAIN)[None, :]).to(q.dtype.element_ty)
-            acc = tl.dot(p_low, values, acc, input_precision="ieee")
-            row_max = new_max
-        if OWNER != 0:
-            row_max, sums, acc = fold(
-                group_max, group_sum, group_acc, row_max, tl.max(row_sum, 1), acc, factor
-            )
-        else:
-            sums = tl.max(row_sum, 1)
-        out_row = part.to(tl.int64) * num_parts_rows + row
-        tl.store(part_max + out_row, row_max, mask=is_row)
-        tl.store(part_sum + out_row, sums, mask=is_row)
-        tl.store(
-            part_acc + out_row[:, None] * DIM + d[None, :],
-            acc,
-            mask=is_row[:, None] & (d < DIM)[None, :],
-        )
-
-
 @triton.jit(do_not_specialize=["window", "num_entries", "num_parts_rows"])
 def attend_past(
     q, pages, scales, page_table, sequences, limits, valid, q_pos, page_pos,
@@ -224,8 +40,7 @@ def attend_past(
         0: A program owns a leaf: (row blocks, N * HEADS, GROUPS * LEAVES).
         1: A group: (row blocks, N * HEADS, GROUPS).
         2: A leaf of the plan's first sequences, as many as it says, and a group of the others:
-            (row blocks, N * HEADS, more than GROUPS). The programs from GROUPS on share the first
-            sequences' leaves from 1 on.
+            (row blocks, N * HEADS, GROUPS * LEAVES).
     """
     if PDL:
         gdc_wait()
@@ -233,32 +48,162 @@ def attend_past(
     block = tl.program_id(0)
     pair = tl.program_id(1)
     part = tl.program_id(2)
+    by_leaf = OWNER == 0
     if OWNER == 2:
-        by_leaf = tl.load(sequences + 6)
-        blocks = tl.num_programs(0)
-        pairs = tl.num_programs(1)
-        first_item = block + blocks * (pair + pairs * part)
-        stop = first_item + 1
-        if part >= GROUPS:
-            stop = blocks * (pairs * GROUPS + by_leaf * (HEADS * GROUPS * (LEAVES - 1)))
-        for item in range(first_item, stop, blocks * pairs * (tl.num_programs(2) - GROUPS)):
-            block, pair, part, is_leaf = item_of(item, blocks, pairs, by_leaf, HEADS, GROUPS)
-            attend_part(
-                block, pair, part, is_leaf,
-                q, pages, scales, page_table, sequences, limits, valid, q_pos, page_pos,
-                part_acc, part_max, part_sum, factor, window, num_entries, num_parts_rows,
-                stride_q, stride_page, stride_kind, stride_head, stride_slot,
-                stride_scale_page, stride_scale_kind, stride_scale_head, stride_scale_slot,
-                HEADS, GROUP, DIM, DIM_PAD, PAGE, BLOCK_M, BLOCK_N, GROUPS, LEAVES, OWNER,
-                CODE, GAIN, HAS_VALID, HAS_WINDOW,
-            )  # fmt: skip
+        by_leaf = pair // HEADS < tl.load(sequences + 6)
+        if (part >= GROUPS) & (by_leaf == 0):
+            return
+    head = pair % HEADS
+    sequence = sequences + pair // HEADS * 8
+    first = tl.load(sequence)
+    rows = tl.load(sequence + 1)
+    smallest = tl.load(sequence + 2)
+    last = tl.load(sequence + 3)
+    n = tl.load(sequence + 7)
+    if block * BLOCK_M >= rows * GROUP:
+        return
+    tiles = tl.cdiv(last, BLOCK_N)
+
+    # Tile k of a group is of leaf k % LEAVES; a program takes the leaves it owns one after another.
+    part_group = part % GROUPS
+    group_tiles = tl.cdiv(tiles - part_group, GROUPS)
+    first_tile = 0
+    if HAS_WINDOW:
+        first_tile = tl.maximum(tl.cdiv(tl.load(sequence + 5) // BLOCK_N - part_group, GROUPS), 0)
+    # A program that owns a group begins with its leaf 0.
+    leaf = part // GROUPS
+    if by_leaf:
+        turns = leaf_end(group_tiles, leaf, LEAVES) - leaf_end(first_tile, leaf, LEAVES)
     else:
-        attend_part(
-            block, pair, part, OWNER == 0,
-            q, pages, scales, page_table, sequences, limits, valid, q_pos, page_pos,
-            part_acc, part_max, part_sum, factor, window, num_entries, num_parts_rows,
-            stride_q, stride_page, stride_kind, stride_head, stride_slot,
-            stride_scale_page, stride_scale_kind, stride_scale_head, stride_scale_slot,
-            HEADS, GROUP, DIM, DIM_PAD, PAGE, BLOCK_M, BLOCK_N, GROUPS, LEAVES, OWNER,
-            CODE, GAIN, HAS_VALID, HAS_WINDOW,
-        )  # fmt: skip
+        turns = group_tiles - first_tile
+        if HAS_WINDOW:
+            # An empty leaf takes one turn with nothing seen.
+            turns = tl.maximum(turns, LEAVES)
+    if part_group + GROUPS * leaf >= tiles:
+        return
+
+    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = m < rows * GROUP
+    t = first + m // GROUP
+    limit = tl.load(limits + t, mask=is_row, other=0)
+    d = tl.arange(0, DIM_PAD)
+    row = t * (HEADS * GROUP) + head * GROUP + m % GROUP
+    q_row = q + t.to(tl.int64)[:, None] * stride_q + ((head * GROUP + m % GROUP) * DIM)[:, None]
+    queries = tl.load(q_row + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0)
+    ones = tl.full([BLOCK_N, ONES], 1.0, q.dtype.element_ty)
+    if HAS_VALID or HAS_WINDOW:
+        stored = tl.load(sequence + 4)
+    if HAS_WINDOW:
+        oldest = tl.load(q_pos + t, mask=is_row, other=2**30) - window + 1
+        first_pos = tl.min(oldest, 0)
+
+    lane = tl.arange(0, BLOCK_N)
+    table = page_table + n.to(tl.int64) * num_entries
+    pages += head * stride_head
+    scales += head * stride_scale_head
+    row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
+    row_sum = tl.zeros([BLOCK_M, ONES], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    if OWNER != 0:
+        group_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
+        group_sum = tl.zeros([BLOCK_M], tl.float32)
+        group_acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    step = leaf_end(first_tile, leaf, LEAVES)
+    next_slot = (part_group + GROUPS * (leaf + LEAVES * step)) * BLOCK_N
+    # The page of a tile is read one turn early, so that reading its keys waits for nothing.
+    next_page = load_page(table, next_slot, lane, num_entries, PAGE, BLOCK_N)
+    is_first = False
+    for _ in tl.range(0, turns):
+        first_slot = next_slot
+        page = next_page.to(tl.int64)
+        if OWNER != 0:  # noqa: SIM102 (known when compiled, and the inner one is not)
+            if is_first:
+                group_max, group_sum, group_acc = fold(
+                    group_max, group_sum, group_acc, row_max, tl.max(row_sum, 1), acc, factor
+                )
+                # Makes the weight of what has been folded 0 below.
+                row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
+        step += 1
+        if OWNER != 0:
+            is_first = step >= leaf_end(group_tiles, leaf, LEAVES)
+            leaf = tl.where(is_first, leaf + 1, leaf)
+            step = tl.where(is_first, leaf_end(first_tile, leaf, LEAVES), step)
+        next_slot = (part_group + GROUPS * (leaf + LEAVES * step)) * BLOCK_N
+        next_page = load_page(table, next_slot, lane, num_entries, PAGE, BLOCK_N)
+        slot = first_slot + lane
+        seen = slot < last
+        if PAGE % BLOCK_N == 0:
+            offset = first_slot % PAGE
+            k_base = pages + (page * stride_page + offset * stride_slot)
+            k_row = lane * stride_slot
+            s_base = scales + (page * stride_scale_page + offset * stride_scale_slot)
+            s_row = lane * stride_scale_slot
+        else:
+            k_base = pages
+            k_row = page * stride_page + (slot % PAGE) * stride_slot
+            s_base = scales
+            s_row = page * stride_scale_page + (slot % PAGE) * stride_scale_slot
+        if HAS_VALID or HAS_WINDOW:
+            # A long chain reaches into its own new rows: valid, at the position of their row.
+            is_new = slot >= stored
+            entry = n.to(tl.int64) * num_entries + slot // PAGE
+        if HAS_VALID:
+            low = tl.load(valid + entry * 2, mask=seen, other=0)
+            high = tl.load(valid + entry * 2 + 1, mask=seen, other=0)
+            seen = seen & (is_new | ((low <= slot % PAGE) & (slot % PAGE < high)))
+        if HAS_WINDOW:
+            page_start = tl.load(page_pos + entry, mask=seen & ~is_new, other=0)
+            new_pos = tl.load(q_pos + first + slot - stored, mask=seen & is_new, other=0)
+            position = tl.where(is_new, new_pos, page_start + slot % PAGE)
+            seen = seen & (position >= first_pos)
+        keys, k_factor = load_tile(
+            k_base, s_base, k_row, s_row, seen, DIM, DIM_PAD, CODE, q.dtype.element_ty
+        )
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if CODE == 1:
+            scores = scores * k_factor[None, :]
+        if HAS_VALID or HAS_WINDOW:
+            is_seen = (slot[None, :] < limit[:, None]) & seen[None, :]
+            if HAS_WINDOW:
+                is_seen = is_seen & (position[None, :] >= oldest[:, None])
+            scores = tl.where(is_seen, scores, float("-inf"))
+        else:
+            if first_slot + BLOCK_N > smallest:
+                scores = tl.where(slot[None, :] < limit[:, None], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weight = tl.exp2((row_max - new_max) * factor)
+        minus_max = -(new_max * factor)
+        p = tl.exp2(tl.fma(scores, factor, minus_max[:, None]))
+        values, v_factor = load_tile(
+            k_base + stride_kind,
+            s_base + stride_scale_kind,
+            k_row,
+            s_row,
+            seen,
+            DIM,
+            DIM_PAD,
+            CODE,
+            q.dtype.element_ty,
+        )
+        row_sum = row_sum * weight[:, None]
+        acc = acc * weight[:, None]
+        p_low = p.to(q.dtype.element_ty)
+        row_sum = tl.dot(p_low, ones, row_sum, input_precision="ieee")
+        if CODE == 1:
+            p_low = (p * (v_factor * GAIN)[None, :]).to(q.dtype.element_ty)
+        acc = tl.dot(p_low, values, acc, input_precision="ieee")
+        row_max = new_max
+    if OWNER != 0:
+        row_max, sums, acc = fold(
+            group_max, group_sum, group_acc, row_max, tl.max(row_sum, 1), acc, factor
+        )
+    else:
+        sums = tl.max(row_sum, 1)
+    out_row = part.to(tl.int64) * num_parts_rows + row
+    tl.store(part_max + out_row, row_max, mask=is_row)
+    tl.store(part_sum + out_row, sums, mask=is_row)
+    tl.store(
+        part_acc + out_row[:, None] * DIM + d[None, :],
+        acc,
+        mask=is_row[:, None] & (d < DIM)[None, :],
+    )

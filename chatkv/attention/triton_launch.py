@@ -11,7 +11,7 @@ WIDE_RESIDENT = 132
 WIDE_ROWS = 128
 """(row, query head) pairs of one program of `attend_wide`."""
 MANY_ROWS = 64
-"""More pairs of a row and a query head are served by `attend_wide` where it can."""
+"""More pairs of a row and a query head are for `attend_wide`: see `pays_wide`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class Launch:
         partition: Partition,
         *,
         quantised: bool,
+        is_mixed: bool,
         can_be_wide: bool,
         pdl: bool,
     ) -> Launch:
@@ -86,10 +87,11 @@ class Launch:
             length: Slots of the longest sequence.
             quantised: Codes are converted on their way into a product. The compiler groups the keys
                 of that product by the tile's shape, so block_m and nodes are fixed for them.
+            is_mixed: `TritonPlan.is_mixed`.
             can_be_wide, pdl: The device can.
         """
         block_m = 64 if quantised else min(64, max(16, 1 << (rows - 1).bit_length()))
-        wide = can_be_wide and rows > MANY_ROWS
+        wide = can_be_wide and pays_wide(rows, row_bytes)
         resident = WIDE_RESIDENT if wide else RESIDENT
         blocks = sequences * num_kv_heads * -(-rows // (WIDE_ROWS if wide else block_m))
         tiles = -(-length // partition.tile)
@@ -104,7 +106,7 @@ class Launch:
 
         leaves = partition.groups * partition.leaves
         owner: Owner = "group" if cost(partition.groups) <= cost(leaves) + 1.9 else "leaf"
-        if sequences > 1 and partition.leaves > 1:
+        if is_mixed and partition.leaves > 1:
             owner = "either"
         return cls(
             block_m=block_m,
@@ -112,25 +114,28 @@ class Launch:
             num_warps=4 if row_bytes <= 256 else 8,
             num_stages=3 if row_bytes <= 256 else 2,
             wide=wide,
-            nodes=1 if (owner == "group" and not wide) or quantised else 2,
+            nodes=1 if owner == "group" or quantised else 2,
             pdl=pdl,
         )
 
 
+def pays_wide(rows: int, row_bytes: int) -> bool:
+    """Whether `attend_wide` was faster when measured. Heads of less than 128 were not."""
+    return rows > MANY_ROWS and row_bytes >= 256
+
+
 def balance(
     rows: int, num_kv_heads: int, head_dim: int, partition: Partition, *, wide: bool
-) -> tuple[float, float, float]:
-    """What `triton_plan.plan_rows` weighs to choose owners, in turns of a program.
+) -> tuple[float, float, float, float]:
+    """What `triton_plan.first_by_leaf` weighs, in microseconds: see `triton_plan.plan_rows`.
 
     Args:
         rows: (row, query head) pairs of the longest sequence under one kv head.
         wide: `attend_wide` will serve the call.
-
-    Returns:
-        Turns that a tile of a sequence adds to each program that runs at once, what owning a
-        sequence by leaves costs, and what it costs that any is.
     """
-    block, resident = (WIDE_ROWS, WIDE_RESIDENT) if wide else (64, RESIDENT)
+    programs = num_kv_heads * partition.groups * -(-rows // (WIDE_ROWS if wide else 64))
+    reading = partition.tile * head_dim * 4 / 4.5e6
     partials = (partition.leaves - 1) * partition.groups * num_kv_heads * rows * head_dim * 8
-    leaf_turns = partials / (1.4e6 if wide else 1.9e6)
-    return num_kv_heads * -(-rows // block) / resident, leaf_turns, 6.0 if wide else 2.4
+    if wide:
+        return 0.95, programs * max(reading, 1 / WIDE_RESIDENT), partials / 1.6e6, 5.0
+    return 0.95, programs * reading, partials / 2.4e6, 1.9

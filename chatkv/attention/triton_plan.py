@@ -59,45 +59,35 @@ def first_visible(page_pos, stored, oldest, PAGE: tl.constexpr):
 
 
 @triton.jit
-def group_turns(kv_len, first, num_sequences, TILE: tl.constexpr, GROUPS: tl.constexpr):
-    """Tiles of one group, for each of the 32 sequences from `first` on; 0 where there is none."""
-    n = first + tl.arange(0, 32)
-    return tl.cdiv(tl.load(kv_len + n, mask=n < num_sequences, other=0), TILE * GROUPS)
-
-
-@triton.jit
 def first_by_leaf(
-    kv_len, num_sequences, turns_a_tile, leaf_turns, any_turns,
-    TILE: tl.constexpr, GROUPS: tl.constexpr,
+    kv_len, num_sequences, turn, filling, leaf_cost, any_cost,
+    SEQUENCES: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """From how many tiles of a group on a sequence is better owned by leaves.
 
-    A device is idle while the longest program runs on, and leaves cost partial results. Tries each
-    sequence and all longer ones by leaf; costs are in turns of a program.
+    Owned by groups, a long sequence runs on alone when the others are done: then a turn takes as
+    long as it does alone, and the device idles. Leaves fill it, and cost partial results. Tries
+    each sequence and all that are as long by leaf.
     """
-    share = 0.0
-    longest = 0
-    for start in range(0, num_sequences, 32):
-        turns = group_turns(kv_len, start, num_sequences, TILE, GROUPS)
-        share += tl.sum(turns, 0).to(tl.float32) * GROUPS * turns_a_tile
-        longest = tl.maximum(longest, tl.max(turns, 0))
-    least = tl.maximum(longest - share, 0.0)
-    threshold = longest + 1  # none
-    for start in range(0, num_sequences, 32):
-        turns = group_turns(kv_len, start, num_sequences, TILE, GROUPS)
-        others = tl.zeros([32], tl.int32)
-        by_leaf = tl.zeros([32], tl.int32)
-        for begin in range(0, num_sequences, 32):
-            other = group_turns(kv_len, begin, num_sequences, TILE, GROUPS)
-            is_longer = other[None, :] >= turns[:, None]
-            others = tl.maximum(others, tl.max(tl.where(is_longer, 0, other[None, :]), 1))
-            by_leaf += tl.sum(is_longer.to(tl.int32), 1)
-        cost = tl.maximum(others.to(tl.float32) - share, 0.0) + by_leaf * leaf_turns + any_turns
-        cost = tl.where(turns > 0, cost, float("inf"))
-        chunk_least = tl.min(cost, 0)
-        if chunk_least < least:
-            least = chunk_least
-            threshold = tl.max(tl.where(cost == chunk_least, turns, 0), 0)
+    n = tl.arange(0, SEQUENCES)
+    turns = tl.cdiv(tl.load(kv_len + n, mask=n < num_sequences, other=0), TILE * GROUPS)
+    key = turns * SEQUENCES + n
+    is_before = key[None, :] < key[:, None]
+    before = tl.sum(is_before.to(tl.int32), 1)
+    gap = turns - tl.max(tl.where(is_before, turns[None, :], 0), 1)
+    reading = tl.sum(turns, 0) * filling
+    # Rows: from which sequence on by leaf. Columns: the sequences owned by groups.
+    is_group = turns[None, :] < turns[:, None]
+    groups = tl.sum(is_group.to(tl.int32), 1)
+    together = tl.maximum((groups[:, None] - before[None, :]) * filling, turn)
+    cost = tl.sum(tl.where(is_group, gap[None, :] * together, 0.0), 1)
+    cost = tl.maximum(cost, reading) + (SEQUENCES - groups) * leaf_cost + any_cost
+    cost = tl.where(turns > 0, cost, float("inf"))
+    none = tl.sum(gap * tl.maximum((SEQUENCES - before) * filling, turn), 0)
+    best = tl.min(cost, 0)
+    threshold = tl.max(turns, 0) + 1
+    if best < tl.maximum(none, reading):
+        threshold = tl.max(tl.where(cost == best, turns, 0), 0)
     return threshold
 
 
@@ -118,10 +108,11 @@ def plan_rows(
     num_entries,
     num_words,
     num_sequences,
-    turns_a_tile,
-    leaf_turns,
-    any_turns,
-    IS_BATCH: tl.constexpr,
+    turn,
+    filling,
+    leaf_cost,
+    any_cost,
+    SEQUENCES: tl.constexpr,
     IS_TREE: tl.constexpr,
     HAS_VALID: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -134,8 +125,10 @@ def plan_rows(
     """Plan one row. Grid (N, most rows of a sequence).
 
     Args:
-        turns_a_tile: Turns that a tile of a sequence adds to each program that runs at once.
-        leaf_turns, any_turns: What owning a sequence by leaves costs, and that any is, in turns.
+        turn: Microseconds of a tile in a program that runs with few others.
+        filling: Of a tile of one group that all programs of a sequence read on a full device.
+        leaf_cost, any_cost: Of owning a sequence by leaves, and that any is.
+        SEQUENCES: A power of two that holds them, to choose owners; 0 for groups alone.
 
     Writes, int32:
         sequences [N, 8], the longest first: first row, rows, smallest and largest b(p), stored
@@ -153,9 +146,9 @@ def plan_rows(
     table = page_table + n.to(tl.int64) * num_entries
     page_pos += n.to(tl.int64) * num_entries
     owned = 0
-    if IS_BATCH:
+    if SEQUENCES > 0:
         threshold = first_by_leaf(
-            kv_len, num_sequences, turns_a_tile, leaf_turns, any_turns, TILE, GROUPS
+            kv_len, num_sequences, turn, filling, leaf_cost, any_cost, SEQUENCES, TILE, GROUPS
         )
         owned = (tl.cdiv(stored + rows, TILE * GROUPS) >= threshold).to(tl.int32)
     if i == 0:
@@ -166,9 +159,8 @@ def plan_rows(
             length = tl.load(kv_len + other, mask=other < num_sequences, other=-1)
             longer = (length > stored + rows) | ((length == stored + rows) & (other < n))
             rank += tl.sum(longer.to(tl.int32), 0)
-            if IS_BATCH:
-                turns = group_turns(kv_len, start, num_sequences, TILE, GROUPS)
-                num_owned += tl.sum((turns >= threshold).to(tl.int32), 0)
+            if SEQUENCES > 0:
+                num_owned += tl.sum((tl.cdiv(length, TILE * GROUPS) >= threshold).to(tl.int32), 0)
         depth_max = rows - 1
         if IS_TREE:
             depth_max = deepest(ancestors, first, rows, num_words)

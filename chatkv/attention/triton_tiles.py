@@ -41,13 +41,13 @@ def load_page(table, slot, lane, num_entries, PAGE: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def small_floats(codes, ZERO: tl.constexpr):
-    """Unsigned codes less than 256, minus ZERO, as float32.
+def nibble_values(codes):
+    """Codes 0 to 15, minus 8, as float32.
 
-    The code becomes the last bits of 2**23: conversions take several times as long.
+    A code becomes the last bits of 2**23: conversions take several times as long.
     """
     bits = codes.to(tl.uint32) | 0x4B000000
-    return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+    return bits.to(tl.float32, bitcast=True) - 8388616.0
 
 
 @triton.jit
@@ -79,8 +79,8 @@ def load_tile(
             mask=seen[:, None],
             other=0.0,
         )
-        low = small_floats(codes & 15, 8) * low_scale.to(tl.float32)
-        high = small_floats(codes >> 4, 8) * high_scale.to(tl.float32)
+        low = nibble_values(codes & 15) * low_scale.to(tl.float32)
+        high = nibble_values(codes >> 4) * high_scale.to(tl.float32)
         tile = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (row.shape[0], DIM_PAD))
         factors = tl.full([row.shape[0]], 1.0, tl.float32)
         return tile.to(dtype), factors
@@ -92,8 +92,6 @@ def load_tile(
         tile = tl.load(pointer, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
     if CODE == 1:
         factors = tl.load(scales + scale_row, mask=seen, other=0.0).to(tl.float32)
-        if pages.dtype.element_ty == tl.int8:
-            tile = small_floats(tile.to(tl.uint8, bitcast=True) ^ 128, 128)
     else:
         factors = tl.full([row.shape[0]], 1.0, tl.float32)
     return tile.to(dtype), factors

@@ -21,12 +21,14 @@ from torch import Tensor
 from chatkv.attention.call import AttentionCall
 from chatkv.attention.triton_hopper import attend_wide, can_be_wide, is_hopper, supports_pdl
 from chatkv.attention.triton_kernels import attend_past
-from chatkv.attention.triton_launch import MANY_ROWS, RESIDENT, Launch, Owner, Partition, balance
+from chatkv.attention.triton_launch import Launch, Owner, Partition, balance, pays_wide
 from chatkv.attention.triton_merge import merge_rows
 from chatkv.attention.triton_plan import plan_rows
 from chatkv.errors import BackendUnavailable
 
 LARGEST_HEAD = 256
+MOST_MIXED = 32
+"""Sequences; more of them fill a device anyway."""
 OWNERS: dict[Owner, int] = {"leaf": 0, "group": 1, "either": 2}
 GAINS = {torch.int8: 64, torch.float8_e4m3fn: 256}
 """Powers of two that keep probability times value scale out of float16's subnormals."""
@@ -48,6 +50,8 @@ class TritonPlan:
     """Most rows of a sequence, now and in every replay."""
     length: int
     """Slots of the longest sequence, for the launch rule."""
+    is_mixed: bool
+    """Some sequences are longer than others, as the host knows them: owners were chosen."""
 
 
 class TritonBackend:
@@ -97,6 +101,7 @@ class TritonBackend:
             by_leaf=torch.empty(capacity, **ints),
             max_rows=max((b - a for a, b in pairwise(starts)), default=0),
             length=max(call.kv_len_host, default=0),
+            is_mixed=len(set(call.kv_len_host)) > 1 and call.num_sequences <= MOST_MIXED,
         )
         if plan.max_rows == 0:
             return plan
@@ -122,9 +127,9 @@ class TritonBackend:
                 num_kv_heads,
                 head_dim,
                 partition,
-                wide=rows > MANY_ROWS and is_hopper(call.page_table.device),
+                wide=pays_wide(rows, 2 * head_dim) and is_hopper(call.page_table.device),
             ),
-            IS_BATCH=call.num_sequences > 1,
+            SEQUENCES=triton.next_power_of_2(call.num_sequences) if plan.is_mixed else 0,
             IS_TREE=ancestors is not None,
             HAS_VALID=call.valid is not None,
             HAS_WINDOW=call.window is not None,
@@ -177,6 +182,7 @@ class TritonBackend:
             plan.length,
             partition,
             quantised=scales is not None,
+            is_mixed=plan.is_mixed,
             can_be_wide=can_be_wide(call, q, pages, partition.tile),
             pdl=supports_pdl(q.device),
         )
@@ -229,10 +235,7 @@ class TritonBackend:
         else:
             blocks = triton.cdiv(rows, launch.block_m)
             pairs = call.num_sequences * num_kv_heads
-            planes = parts
-            if launch.owner == "either":
-                planes = partition.groups + triton.cdiv(RESIDENT, blocks * pairs)
-            attend_past[(blocks, pairs, planes)](
+            attend_past[(blocks, pairs, parts)](
                 q,
                 pages,
                 scales,

@@ -3,7 +3,7 @@
 The partition is that of `triton_kernels`, and so are the bits: the same products of the same 16
 keys, and between them the same elementwise steps. One warp copies tiles of keys and values into a
 ring in shared memory; two groups of four warps walk it, each with 64 rows of its own. A group
-works on the softmax of a tile while its next scores and its last values are multiplied.
+works on the softmax of a tile while the values of the one before are multiplied.
 """
 
 # Kernel bodies are not Python to a type checker.
@@ -39,8 +39,6 @@ EMPTY_MAX = gl.constexpr(-1e30)
 ONES = gl.constexpr(8)
 REGISTERS = gl.constexpr(240)
 """Of a multiplying thread; a loading one takes 24."""
-UNROLL = gl.constexpr(2)
-"""Tiles from one complete wait for products to the next."""
 
 
 @gluon.jit
@@ -69,17 +67,10 @@ def softmax(
 
 @gluon.jit
 def start_values(
-    p, weight, acc, row_sum, v_ring, v_full, ones, count, slot, last,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr, SUM: gl.constexpr,
-    IS_END: gl.constexpr,
+    p_low, acc, row_sum, v_ring, v_full, ones, count, slot, last,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SUM: gl.constexpr, IS_END: gl.constexpr,
 ):  # fmt: skip
-    """Begin to add the tile at `count`, as last of its leaf if IS_END.
-
-    Returns the sums to come, and the probabilities, which must stay where they are until then.
-    """
-    acc = acc * gl.convert_layout(weight, gl.SliceLayout(1, OUT))[:, None]
-    row_sum = row_sum * gl.convert_layout(weight, gl.SliceLayout(1, SUM))[:, None]
-    p_low = gl.convert_layout(p.to(ones.dtype), gl.DotOperandLayout(0, OUT, 2))
+    """Begin to add the tile at `count`, as last of its leaf if IS_END."""
     place = count % STAGES
     mbarrier.wait(v_full.index(place), (count // STAGES) & 1)
     if IS_END:  # noqa: SIM102 (known when compiled, and the inner one is not)
@@ -88,12 +79,12 @@ def start_values(
             clear_unused(v_ring.index(place), slot, last, BLOCK_N)
     acc = warpgroup_mma(p_low, v_ring.index(place), acc, is_async=True)
     p_sum = gl.convert_layout(p_low, gl.DotOperandLayout(0, SUM, 2))
-    return acc, warpgroup_mma(p_sum, ones, row_sum, is_async=True), p_low
+    return acc, warpgroup_mma(p_sum, ones, row_sum, is_async=True)
 
 
 @gluon.jit
 def multiply(
-    q, q_tiles, k_ring, v_ring, ones, group_tiles_acc, k_full, v_full, free, sequences, limits,
+    q, q_tiles, k_ring, v_ring, ones, k_full, v_full, free, sequences, limits,
     part_acc, part_max, part_sum, factor, num_parts_rows, stride_q, blocks, pairs,
     WHICH: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -107,7 +98,6 @@ def multiply(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     none = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
     q_shared = q_tiles.index(WHICH)
-    group_acc = group_tiles_acc.index(WHICH)
     items = count_items(sequences, blocks, pairs, HEADS, GROUPS, LEAVES, OWNER)
     count = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -138,6 +128,7 @@ def multiply(
             limit = gl.load(limits + first + score_m // GROUP, mask=score_m < rows * GROUP, other=0)
             group_max = gl.full([ROWS], EMPTY_MAX, gl.float32, ROW)
             group_sum = gl.full([ROWS], 0.0, gl.float32, ROW)
+            group_acc = gl.full([ROWS, DIM], 0.0, gl.float32, OUT)
             for leaf in range(first_leaf, stop_leaf):
                 turns = leaf_end(group_tiles, leaf, LEAVES)
                 if turns > 0:
@@ -145,56 +136,36 @@ def multiply(
                     row_max = gl.full([ROWS], EMPTY_MAX, gl.float32, gl.SliceLayout(1, SCORES))
                     row_sum = gl.full([ROWS, ONES], 0.0, gl.float32, SUM)
                     acc = gl.full([ROWS, DIM], 0.0, gl.float32, OUT)
-                    p_low = gl.full(
-                        [ROWS, BLOCK_N], 0.0, ones.dtype, gl.DotOperandLayout(0, OUT, 2)
-                    )
                     scores = start_scores(q_tile, k_ring, k_full, count, none, STAGES)
                     scores = warpgroup_mma_wait(0, deps=[scores])
-                    # Nothing may be in flight from one round of a loop to the next: the compiler
-                    # would then wait after each product.
-                    for _round in range(0, (turns - 1) // UNROLL):
-                        for u in gl.static_range(UNROLL):
-                            following = start_scores(
-                                q_tile, k_ring, k_full, count + 1, none, STAGES
-                            )
-                            p, row_max, weight = softmax(
-                                scores, row_max, factor, slot, limit, smallest, BLOCK_N, SCORES
-                            )
-                            if u > 0:
-                                acc, row_sum, p_low = warpgroup_mma_wait(
-                                    1, deps=[acc, row_sum, p_low]
-                                )
-                                release(free, count - 1, STAGES)
-                            acc, row_sum, p_low = start_values(
-                                p, weight, acc, row_sum, v_ring, v_full, ones, count, slot, last,
-                                BLOCK_N, STAGES, OUT, SUM, False,
-                            )  # fmt: skip
-                            scores = warpgroup_mma_wait(2, deps=[following])
-                            slot += GROUPS * LEAVES * BLOCK_N
-                            count += 1
-                        acc, row_sum, p_low = warpgroup_mma_wait(0, deps=[acc, row_sum, p_low])
-                        release(free, count - 1, STAGES)
-                    for _round in range(0, (turns - 1) % UNROLL):
-                        following = start_scores(q_tile, k_ring, k_full, count + 1, none, STAGES)
-                        p, row_max, weight = softmax(
-                            scores, row_max, factor, slot, limit, smallest, BLOCK_N, SCORES
-                        )
-                        acc, row_sum, p_low = start_values(
-                            p, weight, acc, row_sum, v_ring, v_full, ones, count, slot, last,
-                            BLOCK_N, STAGES, OUT, SUM, False,
-                        )  # fmt: skip
-                        scores, acc, row_sum, p_low = warpgroup_mma_wait(
-                            0, deps=[following, acc, row_sum, p_low]
-                        )
-                        release(free, count, STAGES)
-                        slot += GROUPS * LEAVES * BLOCK_N
-                        count += 1
                     p, row_max, weight = softmax(
                         scores, row_max, factor, slot, limit, smallest, BLOCK_N, SCORES
                     )
-                    acc, row_sum, p_low = start_values(
-                        p, weight, acc, row_sum, v_ring, v_full, ones, count, slot, last,
-                        BLOCK_N, STAGES, OUT, SUM, True,
+                    p_low = gl.convert_layout(p.to(ones.dtype), gl.DotOperandLayout(0, OUT, 2))
+                    # Nothing may be in flight from one round to the next: the compiler would then
+                    # wait after each product.
+                    for _round in range(1, turns):
+                        following = start_scores(q_tile, k_ring, k_full, count + 1, none, STAGES)
+                        acc, row_sum = start_values(
+                            p_low, acc, row_sum, v_ring, v_full, ones, count, slot, last,
+                            BLOCK_N, STAGES, SUM, False,
+                        )  # fmt: skip
+                        slot += GROUPS * LEAVES * BLOCK_N
+                        scores = warpgroup_mma_wait(2, deps=[following])
+                        p, row_max, weight = softmax(
+                            scores, row_max, factor, slot, limit, smallest, BLOCK_N, SCORES
+                        )
+                        # p_low must stay where it is until it has been multiplied.
+                        acc, row_sum, p_low = warpgroup_mma_wait(0, deps=[acc, row_sum, p_low])
+                        release(free, count, STAGES)
+                        acc = acc * gl.convert_layout(weight, ROW)[:, None]
+                        sum_weight = gl.convert_layout(weight, gl.SliceLayout(1, SUM))
+                        row_sum = row_sum * sum_weight[:, None]
+                        p_low = gl.convert_layout(p.to(ones.dtype), gl.DotOperandLayout(0, OUT, 2))
+                        count += 1
+                    acc, row_sum = start_values(
+                        p_low, acc, row_sum, v_ring, v_full, ones, count, slot, last,
+                        BLOCK_N, STAGES, SUM, True,
                     )  # fmt: skip
                     acc, row_sum, p_low = warpgroup_mma_wait(0, deps=[acc, row_sum, p_low])
                     release(free, count, STAGES)
@@ -204,16 +175,13 @@ def multiply(
                     if OWNER == 0:
                         group_max = leaf_max
                         group_sum = leaf_sum
-                        group_acc.store(acc)
+                        group_acc = acc
                     else:
                         joint = gl.maximum(group_max, leaf_max)
                         weight_a = gl.exp2((group_max - joint) * factor)
                         weight_b = gl.exp2((leaf_max - joint) * factor)
-                        before = gl.full([ROWS, DIM], 0.0, gl.float32, OUT)
-                        if leaf > first_leaf:
-                            before = group_acc.load(OUT)
                         group_sum = gl.fma(group_sum, weight_a, leaf_sum * weight_b)
-                        group_acc.store(gl.fma(before, weight_a[:, None], acc * weight_b[:, None]))
+                        group_acc = gl.fma(group_acc, weight_a[:, None], acc * weight_b[:, None])
                         group_max = joint
             m = first_m + gl.arange(0, ROWS, ROW)
             is_row = m < rows * GROUP
@@ -224,7 +192,7 @@ def multiply(
             gl.store(part_sum + out_row, group_sum, mask=is_row)
             gl.store(
                 part_acc + out_row[:, None] * DIM + d[None, :],
-                group_acc.load(OUT),
+                group_acc,
                 mask=is_row[:, None],
             )
 
@@ -256,10 +224,6 @@ def attend_wide(
     q_tiles = gl.allocate_shared_memory(
         dtype, [2, ROWS, DIM], gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
     )
-    # Registers are too few for what a group has summed up.
-    group_acc = gl.allocate_shared_memory(
-        gl.float32, [2, ROWS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )
     ones = gl.allocate_shared_memory(
         dtype,
         [BLOCK_N, ONES],
@@ -277,13 +241,13 @@ def attend_wide(
     gl.warp_specialize(
         [
             (multiply, (
-                q, q_tiles, k_ring, v_ring, ones, group_acc, k_full, v_full, free, sequences,
+                q, q_tiles, k_ring, v_ring, ones, k_full, v_full, free, sequences,
                 limits, part_acc, part_max, part_sum, factor, num_parts_rows, stride_q,
                 blocks, pairs,
                 0, HEADS, GROUP, DIM, BLOCK_N, GROUPS, LEAVES, OWNER, STAGES,
             )),
             (multiply, (
-                q, q_tiles, k_ring, v_ring, ones, group_acc, k_full, v_full, free, sequences,
+                q, q_tiles, k_ring, v_ring, ones, k_full, v_full, free, sequences,
                 limits, part_acc, part_max, part_sum, factor, num_parts_rows, stride_q,
                 blocks, pairs,
                 1, HEADS, GROUP, DIM, BLOCK_N, GROUPS, LEAVES, OWNER, STAGES,

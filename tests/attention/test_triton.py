@@ -37,14 +37,15 @@ def test_kernels_in_the_interpreter():
 
 
 def launch(rows: int, sequences: int = 1, length: int = 4096, **options: bool) -> Launch:
-    given = {"quantised": False, "can_be_wide": False, "pdl": True, **options}
+    given = {"quantised": False, "is_mixed": False, "can_be_wide": False, "pdl": True, **options}
     return Launch.of(rows, sequences, 8, 256, length, Partition.of(8), **given)
 
 
-def test_few_long_sequences_are_owned_by_leaves_and_batches_by_what_the_plan_says():
+def test_few_long_sequences_are_owned_by_leaves_and_mixed_ones_by_what_the_plan_says():
     assert launch(64, length=16384).owner == "leaf"
     assert launch(64, length=512).owner == "group"
-    assert launch(64, sequences=8).owner == "either"
+    assert launch(64, sequences=8, length=16384).owner == "group"
+    assert launch(64, sequences=8, is_mixed=True).owner == "either"
 
 
 def test_many_rows_are_wide_where_that_can_be():
@@ -62,6 +63,6 @@ def test_what_decides_bits_of_quantised_pages_does_not_follow_the_call(sequences
 def test_leaves_cost_more_the_more_rows_write_them():
     partition = Partition.of(8)
     few, many = (balance(rows, 8, 128, partition, wide=False) for rows in (4, 64))
-    assert few[1] < many[1]
+    assert few[2] < many[2]
     # One leaf a group is never owned otherwise.
-    assert balance(64, 8, 128, Partition(64, 16, 1), wide=False)[1] == 0
+    assert balance(64, 8, 128, Partition(64, 16, 1), wide=False)[2] == 0
