@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +38,18 @@ def tree_batch(tables: Seq[PageTable], trees: Seq[DraftTree], slots: Seq[Slots])
 
 
 def chain_batch(
-    table: PageTable, ids: Seq[int], slots: Slots, *, want_logits: bool
+    table: PageTable, ids: Seq[int], slots: Slots, *, want_logits: bool, tapped: int = 0
 ) -> ForwardBatch:
-    """Ids right behind what the table holds, one after another; logits of the last or none."""
+    """Ids right behind what the table holds, one after another; logits of the last or none.
+
+    Args:
+        tapped: Last ids whose tapped residuals are wanted.
+    """
     positions = table.length + np.arange(len(ids), dtype=np.int32)
     rows = np.array([len(ids) - 1] if want_logits else [], np.int32)
     tokens = np.array(ids, np.int32)
-    return _batch([table], tokens, positions, [slots], ancestors=None, logit_rows=rows)
+    batch = _batch([table], tokens, positions, [slots], ancestors=None, logit_rows=rows)
+    return replace(batch, tapped=tapped)
 
 
 def _batch(

@@ -79,11 +79,14 @@ class Engine:
         self.root_key = root_key(fingerprint(self.identity), salt)
         means = DraftMeans(spec.vocab_size, token_log, draft, self.context_limit, model)
         drafters = create_drafters(config.drafters, means)
-        if drafters.taps:
-            model.tap(drafters.taps)
+        if (reader := drafters.reader) is not None:
+            model.tap(reader.taps, reader.tap_rows)
         self.grammars = Grammars(model.tokenizer, spec.vocab_size, spec.eos_ids)
         self.costs = dict(costs) if costs is not None else self.measure()
-        self.drafting = Drafting(drafters, self.costs, config.spec, guard=guard)
+        self.drafting = Drafting(
+            drafters, self.costs, config.spec, guard=guard, look_again=self.prompts.look_again
+        )
+        self.prompts.tap_rows, self.prompts.read = self.drafting.tap_rows, self.drafting.read
         self._next_id = 0
 
     def add(
@@ -243,6 +246,8 @@ class Engine:
                 for row, token in zip(gained.rows, gained.tokens, strict=True)
             ]
         seq.last_logits = result.keep(first + gained.rows[-1])
-        if self.drafting.taps:
-            self.drafting.features[seq.id] = result.features(first + gained.rows[-1])
+        if (count := self.drafting.tap_rows) > 0:
+            rows = [first + row for row in gained.rows[-count:]]
+            start = seq.table.length + len(gained.rows) - len(rows)
+            self.drafting.read(seq.id, start, result.features(rows))
         return gained

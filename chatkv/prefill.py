@@ -8,7 +8,7 @@ the step, many rows at once, with the bits they had when they were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -24,6 +24,7 @@ from chatkv.kv.restore import Found, find_prefix, publish
 from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import Origin, PageHead
 from chatkv.kv.table import PageTable
+from chatkv.models.logits import Features
 from chatkv.models.model import Model
 from chatkv.sequence import Sequence
 from chatkv.witness import Witness
@@ -60,6 +61,10 @@ class Prompts:
         self, model: Model, pool: PagePool, prefix: PrefixCache, saver: PageSaver | None
     ) -> None:
         self.model, self.pool, self.prefix, self.saver = model, pool, prefix, saver
+        self.tap_rows = 0
+        """Last rows of a prompt whose tapped residuals somebody reads."""
+        self.read: Callable[[int, int, Features], None] | None = None
+        """Who: called with the sequence's id, the place of the first row, and the residuals."""
 
     def fill(self, seq: Sequence, report: PrefillReport) -> Iterator[Logits | None]:
         """Put every id of `seq` in place. Yields after each part; the last part's logits with it.
@@ -70,7 +75,7 @@ class Prompts:
         self._reuse(seq, report)
         yield None
         while (before := seq.table.length) < len(seq.tokens):
-            logits = self._chain(seq) if seq.sampled[before] else self._chunk(seq)
+            logits = self._part(seq, seq.table, len(seq.tokens))
             report.computed += seq.table.length - before
             self.remember(seq, before)
             yield logits
@@ -140,14 +145,14 @@ class Prompts:
             try:
                 probe.truncate(length - 1)
                 with probe.reserve(1) as reserved:
-                    logits = self._rows(
-                        probe, seq.tokens[length - 1 : length], reserved.slots, True
+                    batch = chain_batch(
+                        probe, seq.tokens[length - 1 : length], reserved.slots, want_logits=True
                     )
+                    logits = self.model.step(batch, self.pool).row(0)
                     stored = self._row_bits(seq.table.slots(length - 1, length))
                     same = torch.equal(stored, self._row_bits(reserved.slots))
             finally:
                 probe.release()
-            assert logits is not None
             return same and Witness.of(logits).agrees(snapshot)
         return None
 
@@ -167,48 +172,76 @@ class Prompts:
 
     # Computed.
 
-    def _chain(self, seq: Sequence) -> Logits | None:
-        """Chosen ids, as one chain through the step; logits if it ends the prompt."""
-        start = seq.table.length
-        stop = min(len(seq.tokens), start + self.model.max_step_rows)
-        while not all(seq.sampled[start:stop]):
-            stop = start + seq.sampled[start:stop].index(False)
-        with seq.table.reserve(stop - start) as reserved:
-            last = stop == len(seq.tokens)
-            logits = self._rows(seq.table, seq.tokens[start:stop], reserved.slots, last)
-            reserved.keep(range(stop - start))
+    def look_again(self, seq: Sequence, start: int, stop: int) -> None:
+        """Let the reader have rows [start, stop), which are in place, as if they were new.
+
+        They are computed beside the sequence's own pages; without room for that nothing happens.
+        """
+        probe = seq.table.fork()
+        try:
+            probe.truncate(start)
+            while probe.length < stop:
+                self._part(seq, probe, stop)
+        except OutOfPages:
+            pass
+        finally:
+            probe.release()
+
+    def _part(self, seq: Sequence, table: PageTable, stop: int) -> Logits | None:
+        """Compute ids behind what `table` holds: chosen ones in one step, or given ones to the end
+        of their chunk; logits if they end the prompt. Rows from `stop - tap_rows` on are read.
+        """
+        known = table.length
+        part = self._chain if seq.sampled[known] else self._chunk
+        return part(seq, table, known, stop)
+
+    def _chain(self, seq: Sequence, table: PageTable, known: int, stop: int) -> Logits | None:
+        """Chosen ids, as one chain through the step."""
+        end = min(stop, known + self.model.max_step_rows)
+        while not all(seq.sampled[known:end]):
+            end = known + seq.sampled[known:end].index(False)
+        tapped = self._tapped(known, end, stop)
+        wanted = end == len(seq.tokens)
+        with table.reserve(end - known) as reserved:
+            ids = seq.tokens[known:end]
+            batch = chain_batch(table, ids, reserved.slots, want_logits=wanted, tapped=tapped)
+            result = self.model.step(batch, self.pool)
+            logits = result.row(0) if wanted else None
+            reserved.keep(range(end - known))
+        if tapped and self.read is not None:
+            rows = range(end - known - tapped, end - known)
+            self.read(seq.id, end - tapped, result.features(rows))
         return logits
 
-    def _rows(
-        self, table: PageTable, ids: list[int], slots: npt.NDArray[np.int64], want_logits: bool
-    ) -> Logits | None:
-        """One step over a chain behind `table`; [V] logits of its last row if wanted."""
-        batch = chain_batch(table, ids, slots, want_logits=want_logits)
-        logits = self.model.step(batch, self.pool)
-        return logits.row(0) if want_logits else None
-
-    def _chunk(self, seq: Sequence) -> Logits | None:
-        """Given ids, to the end of their chunk; logits if it ends the prompt."""
-        known = seq.table.length
+    def _chunk(self, seq: Sequence, table: PageTable, known: int, stop: int) -> Logits | None:
+        """Given ids, to the end of their chunk."""
         run = _given_start(seq.sampled, known)
         first, size = self.model.chunk(known - run)
         start = run + first
-        stop = min(start + size, len(seq.tokens))
-        if True in seq.sampled[known:stop]:
-            stop = known + seq.sampled[known:stop].index(True)
-        with seq.table.reserve(stop - known) as reserved:
+        end = min(start + size, stop)
+        if True in seq.sampled[known:end]:
+            end = known + seq.sampled[known:end].index(True)
+        tapped = self._tapped(known, end, stop)
+        with table.reserve(end - known) as reserved:
             logits = self.model.prefill(
-                seq.tokens[known:stop],
+                seq.tokens[known:end],
                 start,
                 known,
                 reserved.slots,
-                seq.table.entries(),
+                table.entries(),
                 self.pool,
                 chunk_rows=size,
-                want_logits=stop == len(seq.tokens),
+                want_logits=end == len(seq.tokens),
+                tapped=tapped,
             )
-            reserved.keep(range(stop - known))
+            reserved.keep(range(end - known))
+        if tapped and self.read is not None:
+            self.read(seq.id, end - tapped, self.model.prompt_features(tapped))
         return logits
+
+    def _tapped(self, known: int, end: int, stop: int) -> int:
+        """How many of the rows up to `end` are read."""
+        return max(0, min(end - known, end - (stop - self.tap_rows)))
 
     # Kept.
 

@@ -107,6 +107,7 @@ class TinyModel:
         self.tokenizer = ByteTokenizer()
         self.seed = seed
         self.steps = 0
+        self.taps: tuple[int, ...] = ()
         self.rows: list[int] = []
         """Rows of each step so far."""
         s = self.spec
@@ -148,8 +149,11 @@ class TinyModel:
         pool.data.fill_(float("nan"))  # what nobody wrote must reach nobody
         return pool
 
-    def tap(self, layers: Sequence[int]) -> None:
-        raise AssertionError("nothing taps the tiny model")
+    def tap(self, layers: Sequence[int], prompt_rows: int = 1) -> None:
+        self.taps = tuple(layers)
+
+    def prompt_features(self, count: int) -> np.ndarray:
+        return self.tapped[:, -count:].swapaxes(0, 1).copy()
 
     def chunk(self, offset: int) -> tuple[int, int]:
         return offset // self.chunk_rows * self.chunk_rows, self.chunk_rows
@@ -158,13 +162,18 @@ class TinyModel:
         self.steps += 1
         self.rows.append(len(batch.tokens))
         x = self.embed[batch.tokens] + self._where(batch.positions)
+        outs = []
         for layer in range(self.spec.num_layers):
             q, k, v = self._split(_by_row(self.qkv[layer], x))
             self._write(pool, layer, batch.slots, k, v)
             out, _ = self.backend.attend(batch.call, torch.from_numpy(q), pool.data[layer])
             x = x + np.tanh(_by_row(self.out[layer], out.numpy().reshape(len(x), -1)))
+            outs.append(x)
+        tapped = self._tapped(outs)
+        if batch.tapped:
+            tapped = tapped[:, -batch.tapped :]
         rows = range(len(x)) if batch.logit_rows is None else batch.logit_rows
-        return HostLogits(_by_row(self.head, x[list(rows)]), batch)
+        return HostLogits(_by_row(self.head, x[list(rows)]), batch, tapped)
 
     def prefill(
         self,
@@ -177,6 +186,7 @@ class TinyModel:
         *,
         chunk_rows: int,
         want_logits: bool,
+        tapped: int = 0,
     ) -> np.ndarray | None:
         first, stop = known - start, known - start + len(tokens)
         assert first >= 0
@@ -184,6 +194,7 @@ class TinyModel:
         s = self.spec
         x = self.embed[list(tokens)] + self._where(np.arange(known, known + len(tokens)))
         q = torch.zeros(chunk_rows, s.num_heads, s.head_dim)
+        outs = []
         for layer in range(s.num_layers):
             own_q, k, v = self._split(_by_row(self.qkv[layer], x))
             q[first:stop] = torch.from_numpy(own_q)
@@ -196,7 +207,14 @@ class TinyModel:
             out = _chunk(q, *kv, pool.data[layer], table, start)
             rows = out[first:stop].contiguous().numpy().reshape(len(x), -1)
             x = x + np.tanh(_by_row(self.out[layer], rows))
+            outs.append(x)
+        self.tapped = self._tapped(outs)
         return _by_row(self.head, x[-1:])[0] if want_logits else None
+
+    def _tapped(self, outs: list[np.ndarray]) -> np.ndarray:
+        """[taps, rows, H]."""
+        shape = (0, len(outs[0]), self.spec.hidden_size)
+        return np.stack([outs[tap - 1] for tap in self.taps]) if self.taps else np.zeros(shape)
 
     def _where(self, positions: np.ndarray) -> np.ndarray:
         turns = np.outer(positions, 1 / (1 + np.arange(self.spec.hidden_size)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from chatkv.kv.pool import PagePool
 from chatkv.models.chunks import Chunking
 from chatkv.models.cuda_layers import CONTEXT_LIMIT, Layers, Room, Rows
-from chatkv.models.graphs import ROWS, captured
+from chatkv.models.graphs import ROWS, DeviceRows, captured
 from chatkv.models.staged import Staged
 
 
@@ -26,13 +26,16 @@ class CapturedChunk:
         pool: The pages the graph reads and writes.
         room: Buffers of so many rows.
         last: Where the new row that comes last is left, as row 0.
+        tapped: [taps, W, H] float32, where the tapped residuals of the last W rows are left.
         memory: Pool of memory that all graphs share; None does not capture.
     """
 
     def __init__(
-        self, layers: Layers, pool: PagePool, room: Room, last: Room, memory: Any | None
-    ) -> None:
+        self, layers: Layers, pool: PagePool, room: Room, last: Room, tapped: Tensor,
+        memory: Any | None,
+    ) -> None:  # fmt: skip
         self.layers, self.pool, self.room, self.last = layers, pool, room, last
+        self.tapped = tapped
         self._memory = memory
         self._graph: torch.cuda.CUDAGraph | None = None
         rows, ints, longs = len(room.hidden), torch.int32, torch.int64
@@ -44,6 +47,7 @@ class CapturedChunk:
                 "slots": (longs, (rows,)),
                 "span": (ints, (3,)),
                 "last": (longs, (1,)),
+                "tapped": (longs, (tapped.shape[1],)),
                 "page_table": (ints, (entries,)),
             },
             layers.device,
@@ -70,6 +74,8 @@ class CapturedChunk:
         )
         there["span"][:] = start, known, start + stop
         there["last"][0] = stop - 1
+        tapped = self.tapped.shape[1]
+        np.maximum(np.arange(stop - tapped, stop), 0, out=there["tapped"])
         there["page_table"][: len(entries)] = entries
         self.inputs.send()
         if self._graph is not None:
@@ -82,7 +88,16 @@ class CapturedChunk:
     def _compute(self) -> None:
         there, room = self.inputs.device, self.room
         rows = Rows(there["tokens"], there["positions"], there["slots"])
-        self.layers.chunk(rows, self.pool, room, there["page_table"], there["span"])
+
+        def tap(layer: int) -> None:
+            for place in self.layers.places(layer):
+                torch.index_select(room.hidden, 0, there["tapped"], out=self.tapped[place])
+
+        self.layers.chunk(rows, self.pool, room, there["page_table"], there["span"], tap)
+        last = self.layers.spec.num_layers
+        tap(last)
+        for place in self.layers.places(last):
+            self.tapped[place].add_(room.x[there["tapped"]])
         torch.index_select(room.hidden, 0, there["last"], out=self.last.hidden[:1])
         torch.index_select(room.x, 0, there["last"], out=self.last.x[:1])
 
@@ -106,6 +121,17 @@ class ChunkGraphs:
         self._logits = torch.zeros(layers.spec.vocab_size, pin_memory=layers.device.type == "cuda")
         self._pages: Tensor | None = None
         self._memory: Any | None = None
+        self._tapped = self._last.hidden.new_zeros(0, 0, 0)
+
+    def tap(self, rows: int) -> None:
+        """Leave the residual behind `Layers.taps` of the last rows of each chunk."""
+        shape = (len(self.layers.taps), rows, self.layers.spec.hidden_size)
+        self._tapped = self._last.hidden.new_zeros(shape)
+        self._chunks.clear()
+
+    def features(self, count: int) -> DeviceRows:
+        """Tapped residuals of the last rows of the chunk that ran last; a copy."""
+        return DeviceRows(self._tapped[:, self._tapped.shape[1] - count :].clone(), range(count))
 
     def run(
         self, rows: int, tokens: np.ndarray, slots: np.ndarray, entries: np.ndarray, start: int,
@@ -123,7 +149,7 @@ class ChunkGraphs:
         chunk = self._chunks.get(rows)
         if chunk is None:
             room = self._room.first(rows)
-            chunk = CapturedChunk(self.layers, pool, room, self._last, self._memory)
+            chunk = CapturedChunk(self.layers, pool, room, self._last, self._tapped, self._memory)
             self._chunks[rows] = chunk
         chunk.run(tokens, slots, entries, start, known)
 

@@ -20,7 +20,7 @@ from chatkv.models.cuda_layers import CONTEXT_LIMIT, PAGE_SIZE, Layers, Linear
 from chatkv.models.cuda_load import expect_exact_attention, load_weights, numerics_of
 from chatkv.models.cuda_logits import DeviceLogits
 from chatkv.models.dense import HEADROOM_BYTES, DenseWeights
-from chatkv.models.graphs import ROWS, StepGraphs
+from chatkv.models.graphs import ROWS, DeviceRows, StepGraphs
 from chatkv.models.model import ForwardBatch
 from chatkv.models.row_check import check_rows
 from chatkv.models.spec import ModelSpec
@@ -141,11 +141,13 @@ class CudaDecoder:
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
         return self.chunks.chunking.chunk_of(offset)
 
-    def tap(self, layers: Sequence[int]) -> None:
-        """Keep the residual behind these layers, counted from 1. Raises ValueError."""
+    def tap(self, layers: Sequence[int], prompt_rows: int = 1) -> None:
+        """Keep the residual behind these layers, counted from 1, and of the last rows of a chunk.
+        Raises ValueError."""
         if not all(1 <= layer <= self.spec.num_layers for layer in layers):
             raise ValueError(f"Layers {list(layers)} of {self.spec.num_layers}.")
         self.graphs.tap(tuple(layers))
+        self.chunks.tap(prompt_rows)
 
     def step(self, batch: ForwardBatch, pool: PagePool) -> DeviceLogits:
         """Run new rows through the model and store their keys and values.
@@ -173,8 +175,10 @@ class CudaDecoder:
         *,
         chunk_rows: int,
         want_logits: bool,
+        tapped: int = 0,
     ) -> np.ndarray | None:
         """Run the given ids of one chunk behind `known` stored slots. See `model.Model.prefill`."""
+        del tapped  # what a chunk leaves does not depend on it
         first, stop = known - start, known - start + len(tokens)
         if not tokens or first < 0 or stop > chunk_rows or len(slots) != len(tokens):
             raise ValueError(
@@ -184,6 +188,10 @@ class CudaDecoder:
         self._expect_ids(ids)
         self.chunks.run(chunk_rows, ids, slots, entries, start, known, pool)
         return self.chunks.logits() if want_logits else None
+
+    def prompt_features(self, count: int) -> DeviceRows:
+        """Of the last rows of the chunk that ran last. A copy."""
+        return self.chunks.features(count)
 
     def _expect_ids(self, tokens: np.ndarray) -> None:
         # As unsigned numbers, negative ones are too large.

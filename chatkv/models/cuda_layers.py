@@ -8,7 +8,7 @@ A prompt chunk has the library's at one fixed shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,14 +176,19 @@ class Layers:
                 self.multiply(room.x, layer.gate_up, room.gate_up)
                 fused.gate_rows(room.gate_up, room.act, pdl=self.pdl)
             self._add(room.act, layer.down, self._norms[2 * place + 2], room)
-            if want_logits and place + 1 in self.taps:
-                room.tapped[self.taps.index(place + 1)].copy_(room.hidden)
+            if want_logits:
+                for tap in self.places(place + 1):
+                    room.tapped[tap].copy_(room.hidden)
         if not want_logits:
             return
         if self.linear == "triton":
             skinny.project(x, weights.head, room.logits, pdl=self.pdl)
         else:
             self.multiply(room.x, weights.head, room.logits)
+
+    def places(self, layer: int) -> list[int]:
+        """Where the residual behind a layer is kept: with few layers, maybe more than once."""
+        return [place for place, tap in enumerate(self.taps) if tap == layer]
 
     def _begin(self, rows: Rows, room: Room) -> Tensor | Scaled:
         """Embed; what the first product reads, and all later ones of the same room."""
@@ -247,20 +252,26 @@ class Layers:
         for first in range(0, rows, size):
             library_product(x[first : first + size], weight, out[first : first + size])
 
-    def chunk(self, rows: Rows, pool: PagePool, room: Room, table: Tensor, span: Tensor) -> None:
+    def chunk(
+        self, rows: Rows, pool: PagePool, room: Room, table: Tensor, span: Tensor,
+        tap: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
         """Run the rows of one prompt chunk; the residual and what is to be added stay in the room.
 
         Args:
             rows: All rows of the chunk, padding included. Their call is not read.
             table, span: As in `chunks.attend_chunk`.
+            tap: Called with 1, 2, ... when the residual behind that layer is whole. Not for the
+                last layer.
         """
         eps, pdl = self.spec.norm_eps, self.pdl and len(rows.tokens) <= PDL_ROWS
         fused.embed_rows(rows.tokens, self.weights.embedding, room.hidden, pdl=pdl)
         delta: Tensor | None = None
-        for layer, rotary, pages in zip(
-            self.weights.layers, self._rotaries, pool.data, strict=True
-        ):
+        for place, (layer, pages) in enumerate(zip(self.weights.layers, pool.data, strict=True)):
+            rotary = self._rotaries[place]
             fused.norm_rows(room.hidden, delta, layer.attention_norm, eps, room.x, pdl=pdl)
+            if tap is not None and place:
+                tap(place)
             library_product(room.x, layer.qkv, room.qkv)
             rotate_rows(
                 room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chatkv.models.graphs import CapturedStep
-from chatkv.models.logits import KeptRow, owners, wanted_rows
+from chatkv.models.logits import Features, KeptRow, owners, wanted_rows
 from chatkv.models.model import ForwardBatch
 from chatkv.sampling import Sampler
 from chatkv.sampling_plain import check
@@ -77,9 +77,9 @@ class DeviceLogits:
         self._check_current()
         return self._step.keep(self._rows[row])
 
-    def features(self, row: int) -> KeptRow:
+    def features(self, rows: Sequence[int]) -> Features:
         self._check_current()
-        return self._step.features(self._rows[row])
+        return self._step.features(rows)
 
     def _place(self, row: int) -> int:
         """Position of the token that comes behind a row of the batch."""

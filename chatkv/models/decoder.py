@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from chatkv.models import block, weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.layers import rotary_tables
 from chatkv.models.linear import NUMERICS, describe
-from chatkv.models.logits import HostLogits
+from chatkv.models.logits import Features, HostLogits
 from chatkv.models.model import ForwardBatch
 from chatkv.models.spec import ModelSpec
 from chatkv.models.weights import Weights
@@ -71,7 +72,7 @@ class Decoder:
         self._joined = _rows(rows, heads * dim)
         self._acts = _rows(rows, spec.intermediate_size)
         self._room = np.empty((0, spec.vocab_size), np.float32)
-        self._taps: dict[int, int] = {}
+        self._taps: tuple[int, ...] = ()
         self._tapped = np.empty((0, rows, spec.hidden_size), np.float32)
 
     @classmethod
@@ -129,11 +130,12 @@ class Decoder:
         block.embed(self._weights.data, matrix, ids.astype(np.int32), rows)
         return rows
 
-    def tap(self, layers: Sequence[int]) -> None:
+    def tap(self, layers: Sequence[int], prompt_rows: int = 1) -> None:
         """Keep the residual behind these layers, counted from 1. Raises ValueError."""
+        del prompt_rows  # there is room for all rows of a chunk
         if not all(1 <= layer <= self.spec.num_layers for layer in layers):
             raise ValueError(f"Layers {list(layers)} of {self.spec.num_layers}.")
-        self._taps = {layer: place for place, layer in enumerate(layers)}
+        self._taps = tuple(layers)
         self._tapped = np.zeros((len(layers), *self._tapped.shape[1:]), np.float32)
 
     def step(self, batch: ForwardBatch, pool: PagePool) -> HostLogits:
@@ -151,8 +153,9 @@ class Decoder:
         if len(batch.positions) != rows or len(batch.slots) != rows or batch.call.num_rows != rows:
             raise ValueError(f"{rows} tokens, but other numbers of positions, slots or call rows.")
         logits = self._forward(
-            batch.tokens, batch.positions, batch.slots, batch.call, pool, batch.logit_rows
-        )
+            batch.tokens, batch.positions, batch.slots, batch.call, pool, batch.logit_rows,
+            batch.tapped,
+        )  # fmt: skip
         return HostLogits(logits, batch, self._tapped if self._taps else None)
 
     def prefill(
@@ -166,6 +169,7 @@ class Decoder:
         *,
         chunk_rows: int,
         want_logits: bool,
+        tapped: int = 0,
     ) -> np.ndarray | None:
         """Run the given ids of one chunk behind `known` stored slots, with the bits of `step`.
 
@@ -179,6 +183,7 @@ class Decoder:
             chunk_rows: Rows of the whole chunk, as `chunk` said. Only checked: here a row's bits
                 do not depend on the shape of its chunk.
             want_logits: Whether the last id's logits are needed.
+            tapped: Last ids whose tapped residuals are wanted.
 
         Returns:
             logits [V] float32 of the last id, good until the next call, or None.
@@ -193,8 +198,13 @@ class Decoder:
         positions = np.arange(known, known + rows)
         wanted = np.array([rows - 1] if want_logits else [], np.int32)
         ids = np.array(tokens, np.int32)
-        logits = self._forward(ids, positions, slots, call, pool, wanted)
+        logits = self._forward(ids, positions, slots, call, pool, wanted, tapped)
         return logits[0] if want_logits else None
+
+    def prompt_features(self, count: int) -> Features:
+        """Of the last rows of the chunk that ran last, as many as were `tapped`. A copy."""
+        kept: Any = self._tapped[:, :count].swapaxes(0, 1).copy()
+        return kept
 
     def _forward(
         self,
@@ -204,8 +214,13 @@ class Decoder:
         call: AttentionCall,
         pool: PagePool,
         wanted: np.ndarray | None,
+        tapped: int = 0,
     ) -> np.ndarray:
-        """[wanted rows, V] float32 logits of any rows, whose keys and values are stored."""
+        """[wanted rows, V] float32 logits of any rows, whose keys and values are stored.
+
+        The first rows of the tapped residuals are those of all rows if all are wanted, else of the
+        last `tapped`.
+        """
         spec, rows = self.spec, len(tokens)
         pages = pool.data.view(torch.uint16).numpy()
         plan = self.backend.plan(
@@ -222,21 +237,27 @@ class Decoder:
             self._after(layer, rows, attended)
             self._keep_tap(layer + 1, rows)
         self._before(last, rows, cos, sin, slots, q, pages[last])
-        if wanted is not None and not len(wanted):
+        if wanted is not None and not len(wanted) and not tapped:
             return self._logits(0)
         self.backend.attend_rows(plan, q, pages[last], attended)
         if wanted is not None:
-            # Keys and values are stored; only rows whose logits are wanted have more to do.
-            rows, attended = len(wanted), attended[wanted]
-            self._hidden[:rows] = self._hidden[wanted]
-            self._tapped[:, :rows] = self._tapped[:, wanted]
+            # Keys and values are stored; only rows that something is wanted of have more to do.
+            kept = wanted if not tapped else np.arange(rows - tapped, rows)
+            wanted = np.searchsorted(kept, wanted)
+            rows, attended = len(kept), attended[kept]
+            self._hidden[:rows] = self._hidden[kept]
+            self._tapped[:, :rows] = self._tapped[:, kept]
         self._after(last, rows, attended)
         self._keep_tap(last + 1, rows)
+        if wanted is not None and len(wanted) < rows:
+            rows = len(wanted)
+            self._hidden[:rows] = self._hidden[wanted]
         return self._logits(rows)
 
     def _keep_tap(self, layer: int, rows: int) -> None:
-        if layer in self._taps:
-            self._tapped[self._taps[layer], :rows] = self._hidden[:rows]
+        for place, tap in enumerate(self._taps):  # a model of few layers has one more than once
+            if tap == layer:
+                self._tapped[place, :rows] = self._hidden[:rows]
 
     def _start(self, tokens: np.ndarray) -> None:
         if min(tokens) < 0 or max(tokens) >= self.spec.vocab_size:

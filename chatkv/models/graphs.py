@@ -7,7 +7,7 @@ padding: they store nothing and nobody attends to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -49,7 +49,7 @@ class Bucket:
         """
         starts = batch.call.q_start_host
         longest = max(b - a for a, b in pairwise(starts))
-        wanted = batch.logit_rows is None or len(batch.logit_rows) > 0
+        wanted = batch.logit_rows is None or len(batch.logit_rows) > 0 or batch.tapped > 0
         return cls(
             _least(SEQUENCES, len(starts) - 1, "sequences"),
             _least(ROWS, len(batch.tokens), "rows"),
@@ -75,6 +75,32 @@ class DeviceRow:
         return self.values.cpu().numpy().astype(dtype or np.float32, copy=bool(copy))
 
 
+class DeviceRows:
+    """Tapped residuals of some rows, on the device. [rows, taps, H] when numpy asks.
+
+    Args:
+        tapped: [taps, R, H], of which they are a part.
+        rows: Their places.
+    """
+
+    def __init__(self, tapped: Tensor, rows: Sequence[int]) -> None:
+        self.tapped, self.rows = tapped, rows
+
+    def leave(self) -> None:
+        """Their place is about to be overwritten."""
+        self.tapped, self.rows = _picked(self.tapped, self.rows), range(len(self.rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int, /) -> DeviceRow:
+        return DeviceRow(self.tapped[:, self.rows[row]])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        rows = self.tapped[:, list(self.rows)].transpose(0, 1)
+        return rows.cpu().numpy().astype(dtype or np.float32, copy=bool(copy))
+
+
 class CapturedStep:
     """One bucket: its inputs, its buffers, and its two graphs (the step, and the picking).
 
@@ -92,7 +118,7 @@ class CapturedStep:
         self._pick_graph: torch.cuda.CUDAGraph | None = None
         self.generation = 0
         """How many steps ran here; what an old step left is gone."""
-        self._kept: list[ref[DeviceRow]] = []
+        self._kept: list[ref[DeviceRow] | ref[DeviceRows]] = []
         count, device = bucket.sequences, layers.device
         limit = min(layers.spec.context_limit, CONTEXT_LIMIT) + SPARE_POSITIONS
         entries = pool.pages_for(limit)
@@ -173,9 +199,9 @@ class CapturedStep:
         self._kept.append(ref(kept))
         return kept
 
-    def features(self, row: int) -> DeviceRow:
-        """The tapped residuals of a row, [taps, H]; they outlive the next run."""
-        kept = DeviceRow(self.room.tapped[:, row])
+    def features(self, rows: Sequence[int]) -> DeviceRows:
+        """The tapped residuals of rows; they outlive the next run."""
+        kept = DeviceRows(self.room.tapped, rows)
         self._kept.append(ref(kept))
         return kept
 
@@ -252,6 +278,14 @@ def captured(work: Callable[[], None], memory: Any) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
         work()
     return graph
+
+
+def _picked(tapped: Tensor, rows: Sequence[int]) -> Tensor:
+    """[taps, rows, H], a copy."""
+    first = rows[0]
+    if list(rows) == list(range(first, first + len(rows))):
+        return tapped[:, first : first + len(rows)].clone()  # no index has to go to the device
+    return tapped[:, list(rows)]
 
 
 def _least(sizes: tuple[int, ...], needed: int, what: str) -> int:

@@ -24,6 +24,17 @@ class KeptRow(Protocol):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray: ...
 
 
+class Features(Protocol):
+    """Tapped residuals of rows that outlive their pass, oldest first. `numpy.asarray` gives
+    [rows, layers, H] float32; one of them, [layers, H]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> KeptRow: ...
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray: ...
+
+
 class StepLogits(Protocol):
     """The logits of one step, good until the next one.
 
@@ -60,8 +71,11 @@ class StepLogits(Protocol):
         """A copy of a row that comes to the host when it is read."""
         ...
 
-    def features(self, row: int) -> KeptRow:
-        """[layers, H] float32: a copy of the tapped residuals of a row, in order of the layers."""
+    def features(self, rows: Sequence[int]) -> Features:
+        """A copy of the tapped residuals of rows of the batch, in order of the layers.
+
+        Those of rows whose logits are not wanted are there if `ForwardBatch.tapped` says so.
+        """
         ...
 
 
@@ -85,7 +99,8 @@ class HostLogits:
     Args:
         logits: [wanted rows, V] float32; may be overwritten by the next step.
         batch: What was run.
-        taps: [layers, wanted rows, H] float32 of the layers that are tapped, likewise.
+        taps: [layers, rows, H] float32 of the layers that are tapped, likewise; of all rows, or
+            of the last `batch.tapped`.
     """
 
     def __init__(
@@ -123,7 +138,8 @@ class HostLogits:
     def keep(self, row: int) -> KeptRow:
         return self.logits[row].copy()
 
-    def features(self, row: int) -> KeptRow:
+    def features(self, rows: Sequence[int]) -> Features:
         assert self._taps is not None, "no layer is tapped"
-        kept: Any = self._taps[:, row].copy()
+        before = len(self._batch.tokens) - self._batch.tapped if self._batch.tapped else 0
+        kept: Any = self._taps[:, [row - before for row in rows]].swapaxes(0, 1).copy()
         return kept

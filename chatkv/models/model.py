@@ -15,7 +15,7 @@ from chatkv.models.spec import ModelSpec
 from chatkv.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from chatkv.models.logits import StepLogits
+    from chatkv.models.logits import Features, StepLogits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class ForwardBatch:
     call: AttentionCall
     logit_rows: npt.NDArray[np.int32] | None = None
     """Rows whose logits are wanted, or None for all."""
+    tapped: int = 0
+    """Last rows whose tapped residuals are wanted where not all logits are."""
 
 
 class BackendFacts(Protocol):
@@ -87,9 +89,10 @@ class Model(Protocol):
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
         ...
 
-    def tap(self, layers: Sequence[int]) -> None:
+    def tap(self, layers: Sequence[int], prompt_rows: int = 1) -> None:
         """From the next step on, keep the residual behind these layers, counted from 1, for
-        `StepLogits.features`. None is kept at first: it costs a little."""
+        `StepLogits.features`; and of the last rows of a prompt chunk, for `prompt_features`. None
+        is kept at first: it costs a little."""
         ...
 
     def step(self, batch: ForwardBatch, pool: PagePool) -> StepLogits:
@@ -110,6 +113,7 @@ class Model(Protocol):
         *,
         chunk_rows: int,
         want_logits: bool,
+        tapped: int = 0,
     ) -> npt.NDArray[np.float32] | None:
         """Run the given ids of one chunk behind `known` stored slots; [V] logits of the last one.
 
@@ -121,5 +125,10 @@ class Model(Protocol):
             entries: Page ids of the sequence.
             chunk_rows: Rows of the whole chunk, as `chunk` said: the shape, and so the bits.
             want_logits: Whether the last row's logits are needed.
+            tapped: Last rows whose tapped residuals are wanted; at most as `tap` said.
         """
+        ...
+
+    def prompt_features(self, count: int) -> Features:
+        """A copy of the tapped residuals of the last `count` rows of the chunk that ran last."""
         ...

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
-from chatkv.models.logits import KeptRow
+from chatkv.models.logits import Features
 from chatkv.sampling import Sampler
 from chatkv.spec.tree import DraftTree, sanitize
 from chatkv.spec.verify import Accepted
@@ -26,16 +26,13 @@ class DraftContext:
     """All ids so far, user text included; read only. The last one is the root."""
     sampler: Sampler
     """Settings and noise: a drafter with a distribution ranks by score, not by logit."""
-    features: KeptRow | None = None
-    """[taps, H] float32: residuals of the row that chose the root, if a drafter taps layers. None
-    for the first token of a reply: it comes from a prompt, or a page."""
 
 
 class Drafter(Protocol):
     """Guesses what comes next. It may be wrong; it can never change the text.
 
     One that has a true `wants_picks` is shown the tree that was run and the pick at each row. One
-    that has `taps`, layers counted from 1, finds their output in `DraftContext.features`.
+    that has `taps` is a `Reader`.
     """
 
     name: str
@@ -59,6 +56,24 @@ class Drafter(Protocol):
         ...
 
 
+class Reader(Drafter, Protocol):
+    """A drafter that reads what layers of the target computed."""
+
+    taps: tuple[int, ...]
+    """Those layers, counted from 1."""
+    tap_rows: int
+    """How many of the newest rows it makes use of."""
+
+    def read(self, seq_id: int, start: int, features: Features) -> None:
+        """Rows of the sequence from place `start` on: of its prompt, before `follow`, and then of
+        each step, before `observe`."""
+        ...
+
+    def missing(self, seq_id: int) -> tuple[int, int] | None:
+        """Rows [start, stop) it would like to read although they are in place; said once."""
+        ...
+
+
 class GuardedDrafters:
     """Several drafters as one that never raises and returns only trees that are safe to run.
 
@@ -73,8 +88,10 @@ class GuardedDrafters:
     def __init__(self, drafters: Sequence[Drafter], *, vocab_size: int) -> None:
         self.drafters = tuple(drafters)
         self.vocab_size = vocab_size
-        self.taps = next((taps for d in drafters if (taps := getattr(d, "taps", ()))), ())
-        """Layers whose output some drafter reads."""
+        self.reader: Reader | None = next(
+            (cast(Reader, drafter) for drafter in drafters if getattr(drafter, "taps", ())), None
+        )
+        """The drafter that reads layers, if there is one."""
         self.wants_picks = any(getattr(drafter, "wants_picks", False) for drafter in drafters)
         """Whether some drafter learns from what the model picks behind wrong guesses too."""
         self.failures: list[str] = []
@@ -93,6 +110,17 @@ class GuardedDrafters:
         """Tell all drafters; a changed sequence gives a failed one no second chance."""
         for drafter in self._running([seq_id]):
             self._try(drafter, [seq_id], lambda d=drafter: d.follow(seq_id, tokens))
+
+    def read(self, seq_id: int, start: int, features: Features) -> None:
+        """Hand rows to the drafter that reads layers."""
+        if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
+            self._try(reader, [seq_id], lambda: reader.read(seq_id, start, features))
+
+    def missing(self, seq_id: int) -> tuple[int, int] | None:
+        """Rows in place that the drafter would like to read; said once."""
+        if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
+            return self._try(reader, [seq_id], lambda: reader.missing(seq_id))
+        return None
 
     def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
         """One tree for each context: the root alone where nobody has a guess."""

@@ -5,10 +5,10 @@ Knows sequences and guesses; no model, no pages. It may cost time; it cannot cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
-from chatkv.models.logits import KeptRow
+from chatkv.models.logits import Features
 from chatkv.sequence import Sequence
 from chatkv.spec.control import Controller, Plan
 from chatkv.spec.drafter import DraftContext, GuardedDrafters
@@ -25,6 +25,7 @@ class Drafting:
         costs: Rows -> milliseconds of a forward pass on this machine.
         mode: `auto`, `none`, `chain:N` or `tree:N`.
         guard: Whether slow drafting switches itself off; `verify` pins its shapes instead.
+        look_again: Lets `read` have rows [start, stop) of a sequence that are in place.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class Drafting:
         mode: str,
         *,
         guard: bool = True,
+        look_again: Callable[[Sequence, int, int], None] | None = None,
     ) -> None:
         self.drafters = drafters
         self.wants_picks = drafters.wants_picks
-        self.taps = drafters.taps
-        self.features: dict[int, KeptRow] = {}
-        """By sequence: what the tapped layers gave for the row that chose the next root."""
+        self.tap_rows = drafters.reader.tap_rows if drafters.reader is not None else 0
+        """Rows of a step, and last rows of a prompt, that somebody reads."""
+        self._look_again = look_again
         self.controller = Controller(costs, mode, guard=guard)
         self._stats: dict[int, DraftStats] = {}
         self._plan: Plan | None = None
@@ -52,8 +54,11 @@ class Drafting:
     def follow(self, seq: Sequence) -> None:
         """A sequence has its prompt in place and its first token chosen."""
         self._stats[seq.id] = DraftStats()
-        self.features.pop(seq.id, None)
         self.drafters.follow(seq.id, seq.tokens)
+
+    def read(self, seq_id: int, start: int, features: Features) -> None:
+        """Tapped residuals of rows that were computed, from place `start` on."""
+        self.drafters.read(seq_id, start, features)
 
     def propose(self, seqs: Seq[Sequence]) -> list[DraftTree]:
         """The trees to run, one a sequence; the root alone is a plain step."""
@@ -62,9 +67,10 @@ class Drafting:
         )
         if not plan.asks:
             return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
-        contexts = [
-            DraftContext(seq.id, seq.tokens, seq.sampler, self.features.get(seq.id)) for seq in seqs
-        ]
+        for seq in seqs:
+            if self._look_again and (span := self.drafters.missing(seq.id)) is not None:
+                self._look_again(seq, *span)
+        contexts = [DraftContext(seq.id, seq.tokens, seq.sampler) for seq in seqs]
         trees = self.drafters.propose(contexts, [plan.rows[seq.id] for seq in seqs])
         return [
             _cut(tree, seq)
@@ -82,7 +88,6 @@ class Drafting:
     def drop(self, seq: Sequence) -> DraftStats:
         """Forget a sequence; what drafting did for it comes back."""
         self.drafters.drop(seq.id)
-        self.features.pop(seq.id, None)
         return self._stats.pop(seq.id, DraftStats())
 
     def explain(self) -> str:

@@ -134,15 +134,22 @@ def test_tapped_residuals_are_a_rows_own(make: Make) -> None:
                 result = decoder.step(batch, pool)
                 reserved.keep(range(len(part)))
         np.testing.assert_allclose(result.row(0), untapped, atol=1e-4)
-        kept = result.features(0)
+        kept = result.features([len(part) - 1])
         with table.reserve(1) as reserved:
             decoder.step(chain_batch(table, [3], reserved.slots, want_logits=True), pool)
-        return np.array(kept)
+        return np.array(kept)[0]
 
     whole = features([ids])
     assert whole.shape == (2, decoder.spec.hidden_size)
     assert np.abs(whole[0] - whole[1]).max() > 0
     np.testing.assert_allclose(whole, features([ids[:2], ids[2:3], ids[3:]]), atol=1e-4)
+    # A prompt leaves them for its last rows, wherever its chunk was cut.
+    decoder.tap((1, 2), 3)
+    for stops in ([], [2], [3]):
+        prefill(decoder, PageTable(pool), ids, stops)
+        kept = np.array(decoder.prompt_features(1 if stops else 3))
+        np.testing.assert_allclose(kept[-1], whole, atol=1e-4)
+        assert kept.shape == (1 if stops else 3, 2, decoder.spec.hidden_size)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

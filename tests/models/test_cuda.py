@@ -453,10 +453,46 @@ def test_tapped_residuals_have_the_bits_of_plain_decoding(name: str) -> None:
                     batch = chain_batch(table, part, reserved.slots, want_logits=True)
                     result = decoder.step(batch, run.pool)
                     reserved.keep(range(len(part)))
-            kept.append(result.features(0))
+            kept.append(result.features([len(part) - 1]))
             run.step(PageTable(run.pool), prompt)  # what is kept outlives other steps
     finally:
         decoder.tap(())
     whole, cut = (np.array(features) for features in kept)
-    assert whole.shape == (2, decoder.spec.hidden_size)
+    assert whole.shape == (1, 2, decoder.spec.hidden_size)
     assert same(whole, cut)
+
+
+def test_tapped_residuals_of_a_prompt_do_not_depend_on_where_it_was_cut() -> None:
+    decoder = load(DEFAULT_MODEL)
+    run = Run(decoder, seed=5)
+    ids = run.ids(700)
+    found = []
+    try:
+        decoder.tap((10, 20, decoder.spec.num_layers), 40)
+        for cut in (600, 660, 690):
+            table = PageTable(run.pool)
+            for stop in (cut, len(ids)):
+                while (known := table.length) < stop:
+                    first, rows = decoder.chunk(known)
+                    end = min(first + rows, stop)
+                    with table.reserve(end - known) as reserved:
+                        decoder.prefill(
+                            ids[known:end], first, known, reserved.slots, table.entries(),
+                            run.pool, chunk_rows=rows, want_logits=False, tapped=1,
+                        )  # fmt: skip
+                        reserved.keep(range(end - known))
+            found.append(np.array(decoder.prompt_features(10)))
+        batch_table = PageTable(run.pool)
+        for first in range(0, len(ids), 50):
+            part = ids[first : first + 50]
+            with batch_table.reserve(len(part)) as reserved:
+                batch = chain_batch(batch_table, part, reserved.slots, want_logits=False, tapped=50)
+                result = decoder.step(batch, run.pool)
+                reserved.keep(range(len(part)))
+        stepped = np.array(result.features(range(40, 50)))
+    finally:
+        decoder.tap(())
+    assert found[0].shape == (10, 3, decoder.spec.hidden_size)
+    assert all(same(found[0], other) for other in found[1:])
+    # The step's products round otherwise.
+    assert np.abs(stepped - found[0]).mean() < 0.02 * np.abs(stepped).mean()

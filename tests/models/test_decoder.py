@@ -35,7 +35,9 @@ class Run:
         at = np.arange(start, stop)
         return self.pages[at // 16].astype(np.int64) * 16 + at % 16
 
-    def step(self, tokens, start: int, depths=None, ancestors=None, rows=None) -> np.ndarray:
+    def step(
+        self, tokens, start: int, depths=None, ancestors=None, rows=None, tapped: int = 0
+    ) -> np.ndarray:
         count = len(tokens)
         table = torch.from_numpy(self.pages[None])
         call = AttentionCall.of(table, [count], [start + count], ancestors=ancestors)
@@ -46,15 +48,16 @@ class Run:
             slots=self.slots(start, start + count),
             call=call,
             logit_rows=rows,
+            tapped=tapped,
         )
         self.last = self.model.step(batch, self.pool)
         return self.last.logits.copy()
 
-    def prefill(self, tokens, start: int, known: int | None = None) -> np.ndarray:
+    def prefill(self, tokens, start: int, known: int | None = None, tapped: int = 0) -> np.ndarray:
         known = start if known is None else known
         logits = self.model.prefill(
             tokens, start, known, self.slots(known, known + len(tokens)), self.pages, self.pool,
-            chunk_rows=self.model.chunk_tokens, want_logits=True,
+            chunk_rows=self.model.chunk_tokens, want_logits=True, tapped=tapped,
         )  # fmt: skip
         assert logits is not None
         return logits.copy()
@@ -267,7 +270,7 @@ def test_tapped_residuals_are_those_of_the_layers(make_gguf, make_oracle, cache,
     np.testing.assert_array_equal(run.step(tokens, 0), untapped)
     with torch.inference_mode():
         hidden = make_oracle(model)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    features = [np.asarray(run.last.features(row)) for row in range(20)]
+    features = np.asarray(run.last.features(range(20)))
     expected = hidden[1][0].float().numpy()
     for row in range(20):
         assert features[row].shape == (2, decoder.spec.hidden_size)
@@ -276,9 +279,17 @@ def test_tapped_residuals_are_those_of_the_layers(make_gguf, make_oracle, cache,
     alone = Run(decoder)
     alone.step(tokens[:19], 0)
     alone.step([tokens[19]], 19)
-    np.testing.assert_array_equal(np.asarray(alone.last.features(0)), features[19])
+    np.testing.assert_array_equal(alone.last.features([0])[0], features[19])
     some = Run(decoder)
-    some.step(tokens, 0, rows=np.array([4, 17], np.int32))
-    np.testing.assert_array_equal(np.asarray(some.last.features(1)), features[17])
+    for rows, tapped in (([19], 3), ([], 5), ([4, 17], 0)):
+        logits = some.step(tokens, 0, rows=np.array(rows, np.int32), tapped=tapped)
+        np.testing.assert_array_equal(logits, untapped[rows])
+        if tapped:
+            kept = some.last.features(range(20 - tapped, 20))
+            np.testing.assert_array_equal(kept, features[20 - tapped :])
+    # So it has in a chunk of a prompt.
+    chunk = Run(decoder)
+    np.testing.assert_array_equal(chunk.prefill(tokens, 0, tapped=7), untapped[19])
+    np.testing.assert_array_equal(decoder.prompt_features(7), features[13:])
     with pytest.raises(ValueError, match="Layers"):
         decoder.tap((0,))

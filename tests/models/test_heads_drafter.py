@@ -13,10 +13,9 @@ from chatkv.models import weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.decoder import Decoder
 from chatkv.sampling import Sampler, SamplingParams
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
 from chatkv.spec.drafters import heads as heads_drafter
 from chatkv.spec.drafters.heads import HeadsDrafter, load_heads
-from chatkv.spec.drafting import Drafting
 from chatkv.spec.heads.cpu import CONSIDERED, CpuGrower, grower_of
 from chatkv.spec.heads.file import HeadFile, save, target_of
 from chatkv.spec.heads.grow import Growth, RecurrentCell, Vocabulary, grow
@@ -72,7 +71,7 @@ def test_a_tree_is_that_of_the_modules(decoder):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_drafted_is_plain(decoder, temperature):
+def test_drafted_is_plain(decoder, temperature, tmp_path, monkeypatch):
     params = SamplingParams(temperature=temperature, seed=2, max_tokens=60)
     prompt = [1, *np.random.default_rng(0).integers(3, 250, 20).tolist()]
 
@@ -86,23 +85,29 @@ def test_drafted_is_plain(decoder, temperature):
         return seq.tokens
 
     expected = reply(Engine(decoder, EngineConfig(spec="none"), costs=COSTS))
-    drafter = HeadsDrafter(grower_of(head_file(decoder), decoder), (1, 2, 3))
-    decoder.tap(drafter.taps)
-    engine = Engine(decoder, EngineConfig(spec="tree:5"), costs=COSTS, guard=False)
-    guarded = GuardedDrafters([drafter], vocab_size=decoder.spec.vocab_size)
-    engine.drafting = Drafting(guarded, COSTS, "tree:5", guard=False)
+    monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
+    save(tmp_path / "heads.safetensors", head_file(decoder))
+    config = EngineConfig(spec="tree:5", drafters=("heads",))
+    engine = Engine(decoder, config, costs=COSTS, guard=False)
+    (drafter,), guarded = engine.drafting.drafters.drafters, engine.drafting.drafters
     assert reply(engine) == expected
     stats = engine.drafting.controller.stats
-    assert stats.steps - stats.plain_steps > 20
+    assert engine.drafting.controller._recent[0].drafted  # behind the prompt too
+    assert stats.plain_steps <= 1
     assert not guarded.failures
-    assert not engine.drafting.features
+    assert not drafter._read
 
 
-def test_the_first_token_has_no_features_and_no_guess(decoder):
+def test_there_is_no_guess_from_a_row_that_did_not_choose_the_root(decoder):
     drafter = HeadsDrafter(grower_of(head_file(decoder), decoder), (1, 2, 3))
     context = DraftContext(1, [1, 2, 3], Sampler(SamplingParams()))
-    (tree,) = drafter.propose([context], [8])
-    assert len(tree) == 1
+    features = np.ones((1, 3, decoder.spec.hidden_size), np.float32)
+    for place, grows in ((0, False), (1, True), (2, False)):
+        drafter.read(1, place, features)
+        (tree,) = drafter.propose([context], [8])
+        assert (len(tree) > 1) == grows
+    drafter.drop(1)
+    assert len(drafter.propose([context], [8])[0]) == 1
 
 
 def test_what_ships_is_found_by_the_weights_it_was_made_for(decoder, tmp_path, monkeypatch):

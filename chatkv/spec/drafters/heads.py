@@ -1,8 +1,6 @@
 """Guesses of a trained head, from what the target itself computed for the last token.
 
-Knows features and trees; how a head computes is in `chatkv/spec/heads`. A reply's first token comes
-from its prompt, whose features nobody kept: one step without a guess brings them, after a resume as
-well as without one.
+Knows features and trees; how a head computes is in `chatkv/spec/heads`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import Protocol
 
 from chatkv.errors import HeadsMismatch
 from chatkv.models import catalog
-from chatkv.models.logits import KeptRow
+from chatkv.models.logits import Features, KeptRow
 from chatkv.models.model import Model
 from chatkv.spec.drafter import DraftContext
 from chatkv.spec.tree import DraftTree
@@ -43,7 +41,10 @@ class Grower(Protocol):
 
 
 class HeadsDrafter:
-    """A tree from a head.
+    """A tree from a head that reads one row: that which chose the root.
+
+    The last row of a prompt is always computed, so there is a guess behind the first token too,
+    after a resume as well as without one.
 
     Args:
         grower: The head, on the target's device.
@@ -51,13 +52,23 @@ class HeadsDrafter:
     """
 
     name = "heads"
+    tap_rows = 1
 
     def __init__(self, grower: Grower, taps: tuple[int, ...]) -> None:
         self.grower = grower
         self.taps = taps
+        self._read: dict[int, tuple[int, Features]] = {}
+        """By sequence: the newest rows, and the place behind them."""
 
     def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Nothing to take up: all it needs comes with the context."""
+        """Nothing to take up: all it needs is read."""
+
+    def read(self, seq_id: int, start: int, features: Features) -> None:
+        """Keep the rows until newer ones come."""
+        self._read[seq_id] = (start + len(features), features)
+
+    def missing(self, seq_id: int) -> tuple[int, int] | None:
+        """Never anything."""
 
     def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
         """One tree for each context."""
@@ -67,24 +78,31 @@ class HeadsDrafter:
         """Nothing to learn."""
 
     def drop(self, seq_id: int) -> None:
-        """Nothing to free."""
+        """Let go of the rows."""
+        self._read.pop(seq_id, None)
 
     def _tree(self, context: DraftContext, max_rows: int) -> DraftTree:
         root = int(context.tokens[-1])
-        if context.features is None or max_rows < 2:
+        stop, features = self._read.get(context.seq_id, (-1, ()))
+        if stop != len(context.tokens) - 1 or max_rows < 2:
             return DraftTree.root(root)
         params = context.sampler.params
         tokens, parents, chance = self.grower.grow(
-            context.features,
+            features[len(features) - 1],
             root,
             len(context.tokens),
             temperature=params.temperature,
             seed=params.seed,
             max_rows=max_rows,
         )
-        shares = [c / max(chance[p], 1e-9) for c, p in zip(chance, parents, strict=True)]
-        bins = [0, *(1 + sum(share >= edge for edge in SHARES) for share in shares[1:])]
-        return DraftTree.of(tokens, parents, chance, bins, self.name).best(max_rows)
+        return tree_of(tokens, parents, chance).best(max_rows)
+
+
+def tree_of(tokens: list[int], parents: list[int], chance: list[float]) -> DraftTree:
+    """What a head grew, with its score bins."""
+    shares = [c / max(chance[p], 1e-9) for c, p in zip(chance, parents, strict=True)]
+    bins = [0, *(1 + sum(share >= edge for edge in SHARES) for share in shares[1:])]
+    return DraftTree.of(tokens, parents, chance, bins, HeadsDrafter.name)
 
 
 def find_heads(model: Model) -> Path | None:
