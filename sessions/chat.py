@@ -8,9 +8,10 @@ tensor, no screen.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -24,6 +25,7 @@ from chatkv.errors import (
 )
 from chatkv.events import Delta, Done, Event, Failed, Ready, Rendered, Usage
 from chatkv.sampling import SamplingParams
+from sessions import deletion
 from sessions.port import ChatPort, ChatRow, EnginePort, PathMessage, Request, TurnView
 from sessions.records import BegunTurn, SessionRow, TurnPath
 from sessions.store import ChatStore
@@ -136,6 +138,10 @@ class Chat:
 
     def again(self) -> Iterator[Event]:
         turn = self._last_turn("answer again")
+        if turn.turn.redacted_at is not None:
+            raise UsageError(
+                f"Turn {turn.turn.depth} is redacted.", hint="Send the prompt as a new one."
+            )
         yield from self._turn(self._parent(turn), _prompt(turn))
 
     def edit(self, turn_id: int, text: str) -> Iterator[Event]:
@@ -164,6 +170,20 @@ class Chat:
             self._name = name
         else:
             self._store.rename(self._row.id, name)
+
+    def shared_with(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
+        return deletion.shared_with(self._store, self.id, turn_ids)
+
+    def redact(self, turn_ids: Sequence[int], *, purge: bool = False) -> int:
+        remove = partial(deletion.work_off, self._store, self._purge_pages)
+        try:
+            return deletion.redact(self._store, turn_ids, purge=purge, remove=remove).pages
+        finally:
+            self._reload()
+
+    def _purge_pages(self, ids: Sequence[int], keep_tokens: int) -> int:
+        """The engine has them in memory, too."""
+        return int(self._engine.call("purge", ids=list(ids), keep_tokens=keep_tokens)["pages"])
 
     def set(self, key: str, value: Any) -> None:
         if key not in SAMPLING:
@@ -253,7 +273,7 @@ class Chat:
         messages: list[PathMessage] = []
         owners: list[int] = []
         *before, last = self._path
-        for turn in (*(turn for turn in before if turn.answered), last):
+        for turn in (*(turn for turn in before if turn.shown), last):
             for message in turn.messages:
                 render = message.render(tok_fp)
                 messages.append(
@@ -329,6 +349,7 @@ class Chat:
             sibling=siblings.index(turn.turn.id) + 1,
             siblings=len(siblings),
             sibling_ids=tuple(siblings),
+            redacted=turn.turn.redacted_at is not None,
         )
 
 

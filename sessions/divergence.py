@@ -64,7 +64,7 @@ class Prompt:
     def __init__(
         self, store: ChatStore, path: Sequence[TurnPath], tokenizer: Decoder | None
     ) -> None:
-        self.path = [*(turn for turn in path[:-1] if turn.answered), path[-1]]
+        self.path = [*(turn for turn in path[:-1] if turn.shown), path[-1]]
         """What the model was shown: turns that were never answered are left out."""
         self.turn, self.parent = path[-1], self.path[-2]
         self.left_out = path[-2] is not self.parent

@@ -107,6 +107,8 @@ class TurnView:
     """This turn is sibling number `sibling` of `siblings`."""
     sibling_ids: tuple[int, ...] = ()
     """Ids of all of them, oldest first."""
+    redacted: bool = False
+    """The model never sees it again; after a purge nobody does, and its texts are empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,17 @@ class ChatPort(Protocol):
         ...
 
     def rename(self, name: str) -> None: ...
+
+    def shared_with(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
+        """Names of the other chats and forks that have one of these turns."""
+        ...
+
+    def redact(self, turn_ids: Sequence[int], *, purge: bool = False) -> int:
+        """Take turns from the model and from all stored pages, at a purge their text too.
+
+        Returns the number of stored pages that went. Raises UsageError or StoreError.
+        """
+        ...
 
     def set(self, key: str, value: Any) -> None:
         """Change one sampling setting for the turns to come. Raises ConfigError."""

@@ -173,6 +173,11 @@ class TurnPath:
         chosen = any(render.sampled for render in reply.renders)
         return self.turn.state == "done" or bool(reply.row.content) or chosen
 
+    @property
+    def shown(self) -> bool:
+        """Whether its ids are on the path that the turns behind it stand on."""
+        return self.answered and self.turn.redacted_at is None
+
     def message(self, role: Role) -> StoredMessage | None:
         """The last message of that role."""
         return next((item for item in reversed(self.messages) if item.row.role == role), None)

@@ -58,7 +58,7 @@ def remove_session(db: sqlite3.Connection, session_id: str) -> int:
         )
     ]
     removed = _removed_paths(db, doomed)
-    _erase_from_logs(db, doomed)
+    erase_from_logs(db, doomed)
     for message_id, content in db.execute(
         "SELECT id, content FROM messages WHERE turn_id IN (SELECT value FROM json_each(?))",
         (dump_json(doomed),),
@@ -83,7 +83,7 @@ def rebuild_index(db: sqlite3.Connection) -> None:
     db.execute("INSERT INTO messages_fts(messages_fts) VALUES('rebuild')")
 
 
-def _erase_from_logs(db: sqlite3.Connection, doomed: Sequence[int]) -> None:
+def erase_from_logs(db: sqlite3.Connection, doomed: Sequence[int]) -> None:
     """Gone from the logs before they are gone from here; a rollback costs the log some turns."""
     (_, _, file) = db.execute("PRAGMA database_list").fetchone()
     if not file or not doomed:
@@ -106,11 +106,11 @@ def _removed_paths(db: sqlite3.Connection, doomed: Sequence[int]) -> list[_Remov
     }
     removed: list[_Removed] = []
     for last in load_turns(db, doomed):
-        if last.turn.id in parents and last.answered:
+        if last.turn.id in parents and last.shown:
             continue
         # A turn without a reply was shown to the model at the end of its own path only.
         path = load_turns(db, path_ids(db, last.turn.id))
-        path = [*(turn for turn in path[:-1] if turn.answered), path[-1]]
+        path = [*(turn for turn in path[:-1] if turn.shown), path[-1]]
         messages = [message for turn in path for message in turn.messages]
         ops: list[object] = [forget.op for turn in path for forget in turn.forgets]
         for tok_fp in sorted({r.tok_fp for message in messages for r in message.renders}):
@@ -144,31 +144,37 @@ def _shared_tokens(db: sqlite3.Connection, path: _Removed) -> int:
     would leave all other chats without the start of their chain.
     """
     best = 0
-    roots = db.execute("SELECT id, state FROM turns WHERE depth = 0")
-    frontier = [(turn_id, state, 0) for turn_id, state in roots]
+    columns = "id, state <> 'done' OR redacted_at IS NOT NULL"
+    roots = db.execute(f"SELECT {columns} FROM turns WHERE depth = 0")
+    frontier = [(turn_id, doubtful, 0) for turn_id, doubtful in roots]
     while frontier:
-        turn_id, state, before = frontier.pop()
-        offset = before
-        rows = db.execute(
-            "SELECT r.token_ids FROM messages m LEFT JOIN renders r"
-            " ON r.message_id = m.id AND r.tok_fp = ? WHERE m.turn_id = ? ORDER BY m.seq",
-            (path.tok_fp, turn_id),
-        ).fetchall()
-        complete = True
-        for (blob,) in rows:
-            ids = () if blob is None else unpack_ids(blob)
-            same = _common(ids, path.token_ids[offset : offset + len(ids)])
-            offset += same
-            complete = blob is not None and same == len(ids)
-            if not complete:
-                break
-        best = max(best, offset)
-        if state != "done" and not load_turns(db, [turn_id])[0].answered:
-            complete, offset = True, before  # those behind it never saw it
-        if complete:
-            children = db.execute("SELECT id, state FROM turns WHERE parent_id = ?", (turn_id,))
-            frontier += [(child, its_state, offset) for child, its_state in children]
+        turn_id, doubtful, before = frontier.pop()
+        turn = load_turns(db, [turn_id])[0] if doubtful else None
+        passed = turn is not None and not turn.shown  # those behind it do not see it
+        offset, complete = before, True
+        if turn is None or turn.turn.redacted_at is None:
+            offset, complete = _along(db, turn_id, path, before)
+            best = max(best, offset)
+        if complete or passed:
+            start = before if passed else offset
+            children = db.execute(f"SELECT {columns} FROM turns WHERE parent_id = ?", (turn_id,))
+            frontier += [(child, maybe, start) for child, maybe in children]
     return best
+
+
+def _along(db: sqlite3.Connection, turn_id: int, path: _Removed, offset: int) -> tuple[int, bool]:
+    """How far the ids of a turn follow `path` from `offset` on, and whether all of them do."""
+    for (blob,) in db.execute(
+        "SELECT r.token_ids FROM messages m LEFT JOIN renders r"
+        " ON r.message_id = m.id AND r.tok_fp = ? WHERE m.turn_id = ? ORDER BY m.seq",
+        (path.tok_fp, turn_id),
+    ).fetchall():
+        ids = () if blob is None else unpack_ids(blob)
+        same = _common(ids, path.token_ids[offset : offset + len(ids)])
+        offset += same
+        if blob is None or same < len(ids):
+            return offset, False
+    return offset, True
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from chatkv.engine import Engine
-from chatkv.errors import ChatKVError, ContextFull, OutOfPages, UsageError
+from chatkv.errors import ChatKVError, ContextFull, OutOfPages, StoreBusy, UsageError
 from chatkv.events import (
     Delta,
     Done,
@@ -37,7 +37,8 @@ from sessions.token_log import StoredLog
 
 RESERVE_TOKENS = 1024
 """Longest reply when nobody says: this or a quarter of the context, whichever is less."""
-
+PURGE_S = 5.0
+"""How long a purge waits for pages that are on their way to the disk."""
 
 DEAD_END = "The grammar let nothing follow here, so the reply ends before it is whole."
 
@@ -292,14 +293,20 @@ class EngineService:
         return tuple(ids), message.sampled
 
     def _purge(self, ids: list[int], keep_tokens: int) -> int:
-        """Remove the stored pages of a deleted path; 0 without a store. Raises StoreError."""
+        """Remove the pages of a deleted or redacted path, those in memory too. Returns how many
+        were stored; 0 without a store. Raises StoreError."""
         pages, saver = self.pages, self.engine.saver
         self.engine.prefix.clear()
+        self.engine.pool.clear_free()
         if self.log is not None:
             self.log.poke()
         if pages is None or saver is None:
             return 0
-        saver.flush(5.0)
+        if not saver.flush(PURGE_S):
+            raise StoreBusy(
+                "Pages still wait for the disk, so those that must go cannot be removed now.",
+                hint="They are removed at the next start.",
+            )
         return pages.purge(ids, keep_tokens)
 
     def _kv_stats(self) -> dict[str, Any]:

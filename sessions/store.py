@@ -1,8 +1,8 @@
 """`chat.db`: conversations, the truth. Every write is one transaction, committed when it returns.
 
 Knows sessions: making, finding, forking (T7) and deleting (T8) them. The tree of turns is in
-`turns.py` and `tree.py`, the file in `storefile.py`, the list in `listing.py`. Knows nothing of
-pages and of models.
+`turns.py` and `tree.py`, marks on turns in `forgets.py`, the file in `storefile.py`, the list in
+`listing.py`. Knows nothing of pages and of models.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from sessions import listing, removal, tree
 from sessions import search as words
 from sessions.columns import dump_json
+from sessions.forgets import ForgetStore
 from sessions.records import Match, PurgeRow, SessionRow, SessionSummary
 from sessions.storefile import MEMORY
-from sessions.turns import TurnStore
 
 __all__ = ["MEMORY", "ChatStore"]
 
 
-class ChatStore(TurnStore):
+class ChatStore(ForgetStore):
     """Conversations in one SQLite file. Safe to use from several threads; a context manager.
 
     A folder or file that cannot be written, and a store of a newer chatkv, are opened for reading:

@@ -130,6 +130,12 @@ class StoreFile:
         with self._lock, self._translated():
             backup(self._db, target)
 
+    def compact(self) -> None:
+        """Write the file anew, without what was deleted: a moved row may leave a copy behind."""
+        with self._lock, self._translated():
+            self._db.execute("PRAGMA temp_store = MEMORY")
+            self._db.execute("VACUUM")
+
     def check(self) -> list[str]:
         """What is wrong inside the file, in SQLite's words, or nothing. Reads all of it."""
         with self._reading():

@@ -118,6 +118,7 @@ COMMANDS = (
     Command("set", "/set [KEY VALUE]", "show or change the sampling settings"),
     Command("spec", "/spec none|auto|chain:N|tree:N", "how replies are drafted"),
     Command("stats", "/stats", "what the last reply cost and reused"),
+    Command("redact", "/redact TURNS [--purge]", "take turns from the model for good"),
     Command("copy", "/copy [TURN|code N]", "copy a reply or one of its code blocks"),
     Command("restart", "/restart", "start a lost engine again"),
     Command("exit", "/exit", "leave"),

@@ -142,6 +142,7 @@ def turn_json(turn: TurnView) -> dict[str, Any]:
         "created_at": turn.created_at,
         "sibling": turn.sibling,
         "siblings": turn.siblings,
+        "redacted": turn.redacted,
         **(usage_json(turn.usage) if turn.usage else {}),
     }
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "explain": ("tui.commands.explain:explain", "Why each turn was computed, or was not."),
     "rename": ("tui.commands.chats:rename", "Give a chat another name."),
     "fork": ("tui.commands.chats:fork", "Start a new chat that shares the turns of another."),
+    "redact": ("tui.commands.redact:redact", "Take turns from the model for good."),
     "rm": ("tui.commands.chats:rm", "Move chats to the trash, or delete them for good."),
     "restore": ("tui.commands.chats:restore", "Bring chats back from the trash."),
     "trash": ("tui.commands.trash:trash", "Empty the trash."),

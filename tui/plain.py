@@ -18,7 +18,9 @@ from tui.conversation import demand, find_turn, set_spec
 from tui.interrupts import Interrupts, Stopped
 from tui.printers import TextPrinter
 from tui.slash import Slash
+from tui.turns import spans, turn_numbers
 from tui.wiring import Workspace
+from tui.wording import redact_words
 
 
 class Leave(Exception):
@@ -174,6 +176,20 @@ class PlainChat:
 
     def _do_stats(self, _: Slash) -> None:
         output.note(answer.summary(self._last) if self._last else "No reply yet.")
+
+    def _do_redact(self, line: Slash) -> None:
+        words = line.words
+        turns = [word for word in words if word != "--purge"]
+        numbers = turn_numbers(" ".join(turns), len(self._chat.turns()))
+        ids = [find_turn(self._chat, number).id for number in numbers]
+        purge = "--purge" in words
+        question, facts = redact_words(numbers, self._chat.shared_with(ids), purge=purge)
+        for fact in facts:
+            output.note(fact)
+        if self._interactive and (self._read(f"{question} [y/N] ") or "").lower() != "y":
+            return
+        pages = self._chat.redact(ids, purge=purge)
+        output.note(f"Redacted: {spans(numbers)}; {pages} stored pages deleted.")
 
     def _do_copy(self, line: Slash) -> None:
         output.line(find_turn(self._chat, line.rest or -1).reply)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
@@ -10,6 +11,7 @@ from chatkv.errors import ChatKVError
 from chatkv.events import Usage
 from tui.answer import NO_REPLY
 from tui.safe_text import SafeText, safe_line, safe_text
+from tui.turns import spans
 
 DAY_S = 86_400
 
@@ -79,6 +81,22 @@ def reply_numbers(usage: Usage | None, *, length: bool = True) -> list[str]:
     if usage.steps:
         parts.append(f"{usage.tokens_per_step:.1f} tok/step")
     return parts
+
+
+def redact_words(
+    numbers: Sequence[int], forks: Sequence[str], *, purge: bool
+) -> tuple[SafeText, list[SafeText]]:
+    """The question before a redaction, and what to know."""
+    facts = [
+        SafeText("The model never sees them again; stored pages that saw them are deleted."),
+        SafeText("What comes behind them is computed again."),
+    ]
+    if purge:
+        facts.append(SafeText("Their text goes too; exports and your own backups keep it."))
+    if forks:
+        facts.append(SafeText(f"Shared with {', '.join(map(safe_line, forks))}: gone there too."))
+    verb = "Redact and purge" if purge else "Redact"
+    return SafeText(f"{verb} turns {spans(list(numbers))}? Nothing brings them back."), facts
 
 
 REPLY_ENDS = {

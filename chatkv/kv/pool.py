@@ -62,6 +62,8 @@ class PagePool:
         self._staging = Staging(self.data.device)
         self._refs = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+        self._touched = 0
+        """Pages from here on were never taken."""
 
     @property
     def free(self) -> int:
@@ -100,6 +102,7 @@ class PagePool:
         for page in pages:
             assert self._refs[page] == 0, f"free page {page} has {self._refs[page]} holders"
             self._refs[page] = 1
+            self._touched = max(self._touched, page + 1)
         return pages
 
     def share(self, page: int) -> int:
@@ -114,6 +117,15 @@ class PagePool:
         self._refs[page] -= 1
         if self._refs[page] == 0:
             self._free.append(page)
+
+    def clear_free(self) -> int:
+        """Overwrite the rows of all pages that nobody holds. Returns how many were ever written."""
+        pages = [page for page in self._free if page < self._touched]
+        for page in pages:
+            self.data[:, page] = 0
+            if self.scales is not None:
+                self.scales[:, page] = 0
+        return len(pages)
 
     def copy(self, src: int) -> int:
         """Take a page and copy all rows of `src` into it: what a holder does before it writes.

@@ -110,6 +110,7 @@ class FakeTurn:
     usage: Usage | None = None
     finish_reason: str = ""
     seed: int = 7
+    redacted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ class FakeChat:
             ids = tuple(i for i in ids if i == turn.id or turn.parent)
         return FakeTurnView(
             turn.id, number, turn.prompt, turn.reply, turn.state, AT_MS, turn.usage,
-            turn.finish_reason, turn.seed, ids.index(turn.id) + 1, len(ids), ids,
+            turn.finish_reason, turn.seed, ids.index(turn.id) + 1, len(ids), ids, turn.redacted,
         )  # fmt: skip
 
     def send(self, text: str) -> Iterator[Event]:
@@ -316,6 +317,19 @@ class FakeChat:
 
     def rename(self, name: str) -> None:
         self._chats.rename(self._id, name)
+
+    def shared_with(self, turn_ids: Any) -> tuple[str, ...]:
+        return tuple(f"{row.name}:{row.fork}" for row in self._chats.rows.values()
+                     if row.forked_from == self._id)  # fmt: skip
+
+    def redact(self, turn_ids: Any, *, purge: bool = False) -> int:
+        self._chats.check(f"redact {list(turn_ids)} {purge}")
+        for turn_id in turn_ids:
+            turn = self._chats.turns[turn_id]
+            turn.redacted = True
+            if purge:
+                turn.prompt = turn.reply = ""
+        return 3
 
     def set(self, key: str, value: Any) -> None:
         if key not in ("temperature", "top_p", "seed", "max_tokens"):

@@ -17,12 +17,13 @@ from tui.chat_view import Drafting, read_chat, sibling_ids
 from tui.messages import LinkChosen
 from tui.safe_text import NOTHING, SafeText, safe_line
 from tui.screens.commands import run_command
-from tui.screens.dialogs import AskLine, ShowLink, ShowTable
+from tui.screens.dialogs import AskLine, Confirm, ShowLink, ShowTable
 from tui.screens.talk import Talk
 from tui.slash import Slash
 from tui.threads import in_thread
+from tui.turns import spans
 from tui.widgets.turn_view import TurnHead
-from tui.wording import usage_rows
+from tui.wording import plural, redact_words, usage_rows
 
 AGAIN_S = 2.0
 """A second Ctrl+C within this time quits."""
@@ -164,6 +165,26 @@ class ChatScreen(Talk):
         await self.show_view(view)
         if (index := view.place(number)) is not None:
             self._point_at(await self.transcript.reveal(index))
+
+    @work(group="change")
+    async def redact(self, numbers: list[int], *, purge: bool) -> None:
+        """Take turns from the model, after a look at who shares them."""
+        chat = self.chat
+        if chat is None or not self._free():
+            return
+        ids = [self.turns[number - 1].id for number in numbers]
+        try:
+            forks = await in_thread(chat.shared_with, ids)
+            words = redact_words(numbers, forks, purge=purge)
+            if not await self.app.push_screen_wait(Confirm(*words)) or not self._free():
+                return
+            pages = await in_thread(partial(chat.redact, ids, purge=purge))
+            view = await in_thread(read_chat, chat)
+        except ChatKVError as error:
+            self.tell(error)
+            return
+        await self.show_view(view)
+        self.say(f"Redacted: {spans(numbers)}.", f"{plural(pages, 'stored page')} deleted.")
 
     def action_copy_turn(self) -> None:
         self._on_chosen(lambda turn: self.copy(turn.reply or turn.prompt))

@@ -11,6 +11,7 @@ from tui.safe_text import SafeText, safe_line
 from tui.screens.dialogs import ShowTable
 from tui.screens.help import HelpScreen
 from tui.slash import Slash
+from tui.turns import turn_numbers
 
 if TYPE_CHECKING:
     from tui.screens.chat import ChatScreen
@@ -51,6 +52,10 @@ def run_command(screen: ChatScreen, command: Slash) -> None:
             raise UsageError("/spec takes none, auto, chain:N or tree:N.")
         case "stats":
             screen.action_stats()
+        case "redact":
+            turns = [word for word in command.words if word != "--purge"]
+            numbers = turn_numbers(" ".join(turns), len(screen.turns))
+            screen.redact(numbers, purge="--purge" in command.words)
         case "copy":
             _copy(screen, command.words)
         case "restart":

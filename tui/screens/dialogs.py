@@ -43,6 +43,26 @@ class AskLine(ModalScreen[str | None]):
         self.dismiss(event.value.strip() or None)
 
 
+class Confirm(ModalScreen[bool]):
+    """Asks before something that nothing brings back. Returns whether to do it."""
+
+    BINDINGS: ClassVar = [
+        Binding("escape,ctrl+c,n", "dismiss(False)", show=False),
+        Binding("y", "dismiss(True)", show=False),
+    ]
+
+    def __init__(self, question: SafeText, facts: Sequence[SafeText] = ()) -> None:
+        super().__init__()
+        self._question, self._facts = question, facts
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(Content(self._question), markup=False, classes="dialog-title")
+            for fact in self._facts:
+                yield Static(Content(fact), markup=False)
+            yield Static("y Yes   Esc Back", classes="dialog-keys")
+
+
 class ShowTable(ModalScreen[None]):
     """Shows names and values."""
 

@@ -168,7 +168,8 @@ class Transcript(SteadyScroll):
         turn, number = self.window.parts[place]
         if number == 0:
             return TurnHead(turn, self.cards[turn])
-        return ReplyMarkdown(self.cards[turn].reply[number - 1])
+        shown = self.cards[turn]
+        return ReplyMarkdown(shown.reply[number - 1], classes="-gone" if shown.gone else "")
 
     async def _fill(self, widgets: list[Widget]) -> None:
         from tui.widgets.markdown import ReplyMarkdown

@@ -43,6 +43,8 @@ class Card:
     """Numbers of the reply, or what it is doing."""
     note: SafeText = NOTHING
     """Siblings and time."""
+    gone: SafeText = NOTHING
+    """Why the model does not see the turn, if it does not."""
     weights: list[int] = field(default_factory=list)
     """Widgets of the head and of each part, at most about."""
 
@@ -64,13 +66,16 @@ def card(turn: TurnView) -> Card:
     end = reply_end(turn.state, turn.finish_reason, turn.usage, text=bool(turn.reply))
     numbers = [end] if end else []
     siblings = f"‹ {turn.sibling}/{turn.siblings} ›" if turn.siblings > 1 else ""
-    note = "  ".join(part for part in (siblings, clock(turn.created_at)) if part)
+    gone = "redacted" if turn.redacted else ""
+    note = "  ".join(part for part in (gone, siblings, clock(turn.created_at)) if part)
+    purged = turn.redacted and not turn.prompt
     return Card(
         turn.number,
-        folded(turn.prompt),
+        SafeText("(the text was purged)") if purged else folded(turn.prompt),
         split_reply(safe_text(turn.reply)),
         right=SafeText(" · ".join([*numbers, *reply_numbers(turn.usage, length=not numbers)])),
         note=SafeText(note),
+        gone=SafeText(gone),
     )
 
 
@@ -181,7 +186,8 @@ class TurnHead(Vertical, can_focus=True):
         self.post_message(CursorMoved())
 
     def _write(self) -> None:
-        cursor = "▶" if self.has_focus else " "
+        cursor = "▶" if self.has_focus else "░" if self.card.gone else " "
+        self.set_class(bool(self.card.gone), "-gone")
         self._head.left = SafeText(f"{cursor} {self.card.number} you")
         self._head.right = self.card.note
         self._reply.left = self.card.left

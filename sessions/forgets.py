@@ -1,0 +1,55 @@
+"""What the user decides about single turns of `chat.db`: which are redacted.
+
+Knows rows and their transactions. Knows no token budget; the SQL of redacting is in `redaction.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chatkv.errors import UsageError
+from sessions import redaction, removal, tree
+from sessions.records import SessionRow
+from sessions.turns import TurnStore
+
+
+class ForgetStore(TurnStore):
+    """Marks on turns. A mark belongs to the turn: every fork that shares the turn has it."""
+
+    def versions(self, turn_ids: Sequence[int]) -> list[int]:
+        """These turns and those beside them with the same prompt: what is redacted together."""
+        with self._reading():
+            return redaction.versions(self._db, turn_ids)
+
+    def sharers(self, turn_ids: Sequence[int], *, but: str) -> list[SessionRow]:
+        """The sessions other than `but` whose path goes through one of these turns."""
+        with self._reading():
+            return redaction.sharers(self._db, turn_ids, but=but)
+
+    def redact(self, turn_ids: Sequence[int], *, purge: bool = False) -> None:
+        """Take turns from the model for good. `purges` then says which pages must go.
+
+        Args:
+            turn_ids: Which; their other versions go with them (see `versions`).
+            purge: Blank their text and ids as well. What is written in `purges` keeps the ids until
+                the pages are gone.
+
+        Raises:
+            UnknownSession: One of them is gone.
+            UsageError: One holds the system prompt, or is being answered.
+            StoreError: They cannot be redacted; nothing has changed.
+        """
+        with self._writing():
+            every = redaction.versions(self._db, turn_ids)
+            for turn_id in every:
+                turn = tree.get_turn(self._db, turn_id)
+                if turn.depth == 0:
+                    raise UsageError(
+                        "The system prompt cannot be redacted.", hint="Start a chat without it."
+                    )
+                if turn.state == "open":
+                    raise UsageError(
+                        f"Turn {turn.depth} is being answered.", hint="Stop the reply, then redact."
+                    )
+            redaction.redact(self._db, every, purge=purge)
+            removal.rebuild_index(self._db)
