@@ -26,7 +26,15 @@ from chatkv.errors import (
 from chatkv.events import Delta, Done, Event, Failed, Ready, Rendered, Usage
 from chatkv.sampling import SamplingParams
 from sessions import deletion
-from sessions.port import ChatPort, ChatRow, EnginePort, PathMessage, Request, TurnView
+from sessions.port import (
+    ChatPort,
+    ChatRow,
+    EnginePort,
+    PathMessage,
+    Request,
+    TreeTurn,
+    TurnView,
+)
 from sessions.records import BegunTurn, SessionRow, TurnPath
 from sessions.store import ChatStore
 
@@ -129,6 +137,30 @@ class Chat:
 
     def turns(self) -> list[TurnView]:
         return [self._view(turn) for turn in self._path[1:]]
+
+    def tree(self) -> list[TreeTurn]:
+        if self._row is None:
+            return []
+        sessions, turns = self._store.tree(self._row.id)
+        mine = {turn.turn.id for turn in self._path}
+        ends: dict[int | None, list[str]] = {}
+        for row in sessions:
+            name = "main" if row.forked_from is None else row.title
+            ends.setdefault(row.head_turn_id, []).append(name)
+        return [
+            TreeTurn(
+                id=turn.turn.id,
+                parent_id=turn.turn.parent_id if turn.turn.depth > 1 else None,
+                number=turn.turn.depth,
+                chat_id=turn.turn.session_id,
+                prompt=_prompt(turn),
+                state=turn.turn.state,
+                on_path=turn.turn.id in mine,
+                forks=tuple(ends.get(turn.turn.id, ())),
+            )
+            for turn in turns
+            if turn.turn.depth
+        ]
 
     def send(self, text: str) -> Iterator[Event]:
         if not text.strip():

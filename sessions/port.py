@@ -112,6 +112,25 @@ class TurnView:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeTurn:
+    """One turn of a whole chat, with all its forks and siblings."""
+
+    id: int
+    parent_id: int | None
+    """The turn before it; None for a first one."""
+    number: int
+    """Depth; the first prompt is 1."""
+    chat_id: str
+    """The chat or fork that it belongs to, and in which `select` reaches it."""
+    prompt: str
+    state: str
+    on_path: bool
+    """Whether the open chat leads through it."""
+    forks: tuple[str, ...] = ()
+    """Names of the forks that end here."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRow:
     """One line of the list of chats."""
 
@@ -145,6 +164,10 @@ class ChatPort(Protocol):
         ...
 
     def turns(self) -> list[TurnView]: ...
+
+    def tree(self) -> list[TreeTurn]:
+        """Every turn of this chat and its forks, parents first; empty before the first prompt."""
+        ...
 
     def send(self, text: str) -> Iterator[Event]:
         """Commit the prompt, then stream its reply. Raises UsageError on an empty prompt."""

@@ -22,7 +22,7 @@ class Action:
     """One or two words for the key line."""
     help: str
     where: str = "anywhere"
-    """`anywhere`, `box`, `typing`, `turn`, `transcript` or `chats`."""
+    """`anywhere`, `box`, `typing`, `turn`, `transcript`, `tree` or `chats`."""
     palette: bool = True
 
 
@@ -50,6 +50,8 @@ ACTIONS = (
            "box"),
     Action("turn.edit", "ctrl+e", "screen.edit", "Edit", "Change the last prompt", "box"),
     Action("turn.fork", "ctrl+f", "screen.fork", "Fork", "Go on in a new chat that shares all this",
+           "box"),
+    Action("chat.tree", "", "screen.tree", "Tree", "All turns, siblings and forks of this chat",
            "box"),
     Action("chat.new", "", "screen.new", "New", "Start a new chat", "box"),
     Action("chat.rename", "", "screen.rename", "Rename", "Name this chat", "box"),
@@ -93,9 +95,18 @@ ACTIONS = (
            "The version before", "turn", palette=False),
     Action("turn.sibling_after", "right_square_bracket", "screen.sibling(1)", "",
            "The version after", "turn", palette=False),
+    Action("turn.tree", "t", "screen.tree", "Tree", "All turns, siblings and forks of this chat",
+           "turn", palette=False),
+    Action("tree.open", "enter", "", "Open", "Open the branch of this turn", "tree",
+           palette=False),
+    Action("tree.fork", "f", "screen.fork", "Fork here", "Fork after this turn", "tree",
+           palette=False),
+    Action("tree.close", "escape,ctrl+c", "screen.close", "Back", "Back", "tree", palette=False),
     Action("chats.open", "enter", "", "Open", "Open the chat", "chats", palette=False),
     Action("chats.new", "n", "screen.new", "New", "Start a new chat", "chats", palette=False),
     Action("chats.fork", "f", "screen.fork", "Fork", "Fork the chat and open the fork", "chats",
+           palette=False),
+    Action("chats.tree", "t", "screen.tree", "Tree", "All turns of the chat; fork at any", "chats",
            palette=False),
     Action("chats.rename", "r", "screen.rename", "Rename", "Name the chat", "chats", palette=False),
     Action("chats.trash", "d", "screen.trash", "Trash", "Put the chat in the trash", "chats",
@@ -113,6 +124,7 @@ COMMANDS = (
     Command("open", "/open NAME", "open another chat"),
     Command("rename", "/rename NAME", "name this chat"),
     Command("fork", "/fork [TURN] [NAME]", "go on in a new chat that shares everything up to here"),
+    Command("tree", "/tree", "all turns, siblings and forks of this chat"),
     Command("again", "/again", "another reply to the last prompt"),
     Command("edit", "/edit [TURN]", "change a prompt, the last by default"),
     Command("set", "/set [KEY VALUE]", "show or change the sampling settings"),

@@ -23,7 +23,7 @@ class ActionProvider(Provider):
         if action.run.startswith("app."):
             return True
         name = action.run.removeprefix("screen.").partition("(")[0]
-        return hasattr(self.screen, f"action_{name}") and action.where != "chats"
+        return hasattr(self.screen, f"action_{name}") and action.where not in ("chats", "tree")
 
     async def discover(self) -> Hits:
         for words, action in self._offered():

@@ -18,6 +18,7 @@ from tui.conversation import demand, find_turn, set_spec
 from tui.interrupts import Interrupts, Stopped
 from tui.printers import TextPrinter
 from tui.slash import Slash
+from tui.turn_tree import tree_lines
 from tui.turns import spans, turn_numbers
 from tui.wiring import Workspace
 from tui.wording import redact_words
@@ -148,6 +149,10 @@ class PlainChat:
         number, name = slash.turn_and_name(line)
         turn = None if number is None else find_turn(self._chat, number).id
         self._go(self._chat.fork(turn, name))
+
+    def _do_tree(self, _: Slash) -> None:
+        for line in tree_lines(self._chat.tree()):
+            output.note(line.lead + line.words())
 
     def _do_again(self, _: Slash) -> int:
         if self._chat.sampling.get("temperature") == 0:

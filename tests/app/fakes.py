@@ -11,7 +11,7 @@ from typing import Any
 
 from chatkv.errors import ChatKVError, ConfigError, EngineLost, UnknownSession, UsageError
 from chatkv.events import Delta, Done, Event, MessageIds, Prefill, Ready, Rendered, Usage
-from sessions.port import ChatPort, ChatRow, EngineState, Request, TurnView, Watchers
+from sessions.port import ChatPort, ChatRow, EngineState, Request, TreeTurn, TurnView, Watchers
 
 AT_MS = 1_714_564_800_000
 """1 May 2024: old enough that the screen shows a month and a year."""
@@ -127,6 +127,7 @@ class FakeChats:
         self.turns: dict[int, FakeTurn] = {}
         self.rows: dict[str, ChatRow] = {}
         self.heads: dict[str, int] = {}
+        self.owner: dict[int, str] = {}
         self.trashed: set[str] = set()
         self.calls: list[str] = []
         self.queries: list[str] = []
@@ -152,6 +153,7 @@ class FakeChats:
     def begin(self, chat_id: str, parent: int, prompt: str) -> FakeTurn:
         turn = FakeTurn(next(self._ids), parent, prompt)
         self.turns[turn.id] = turn
+        self.owner[turn.id] = chat_id
         self.heads[chat_id] = turn.id
         return turn
 
@@ -162,6 +164,14 @@ class FakeChats:
             path.insert(0, self.turns[turn_id])
             turn_id = self.turns[turn_id].parent
         return path
+
+    def family_of(self, chat_id: str) -> list[ChatRow]:
+        while parent := self.rows[chat_id].forked_from:
+            chat_id = parent
+        found = [self.rows[chat_id]]
+        for row in found:
+            found += [other for other in self.rows.values() if other.forked_from == row.id]
+        return found
 
     def check(self, call: str) -> None:
         self.calls.append(call)
@@ -237,6 +247,22 @@ class FakeChat:
     def turns(self) -> list[TurnView]:
         path = self._chats.path(self._id) if self._id else []
         return [self._view(turn, number) for number, turn in enumerate(path, 1)]
+
+    def tree(self) -> list[TreeTurn]:
+        if not self._id:
+            return []
+        root = self._chats.family_of(self._id)
+        mine = {turn.id for turn in self._chats.path(self._id)}
+        turns: dict[int, TreeTurn] = {}
+        for row in root:
+            for number, turn in enumerate(self._chats.path(row.id), 1):
+                ends = [r.fork for r in root if self._chats.heads[r.id] == turn.id]
+                owner = self._chats.owner.get(turn.id, row.id)
+                turns.setdefault(turn.id, TreeTurn(
+                    turn.id, turn.parent or None, number, owner, turn.prompt, turn.state,
+                    turn.id in mine, tuple(ends),
+                ))  # fmt: skip
+        return [turns[turn_id] for turn_id in sorted(turns)]
 
     def _view(self, turn: FakeTurn, number: int) -> TurnView:
         ids = tuple(t.id for t in self._chats.turns.values() if t.parent == turn.parent)

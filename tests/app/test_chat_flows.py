@@ -184,7 +184,11 @@ async def test_again_on_an_earlier_turn_asks_its_prompt_anew() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "call", "shared"),
-    [(["ctrl+f"], "fork 2", 2), (["alt+up", "alt+up", "f"], "fork 1", 1), ([], "fork 1 ideas", 1)],
+    [
+        (["ctrl+f"], "fork 2 i", 2),
+        (["alt+up", "alt+up", "f"], "fork 1 i", 1),
+        ([], "fork 1 ideas", 1),
+    ],
     ids=["key", "on a turn", "slash"],
 )
 async def test_fork_leaves_its_origin_alone(keys: list[str], call: str, shared: int) -> None:
@@ -192,6 +196,8 @@ async def test_fork_leaves_its_origin_alone(keys: list[str], call: str, shared: 
     async with stage(chats, chat) as on:
         if keys:
             await on.press(*keys)
+            await on.shows(f"Name of the fork after turn {shared}", "a name is made")
+            await on.press("i", "enter")
         else:
             await on.enter("/fork 1 ideas")
         await on.until(lambda: call in chats.calls)

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from chatkv.errors import ContextFull, EngineLost, UsageError
 from chatkv.events import Delta, Done, Failed, Prefill, Rendered
-from sessions.port import ChatRow
+from sessions.port import ChatRow, TreeTurn
 from tui import slash
 from tui.actions import ACTIONS, COMMANDS, by_id, key_name
 from tui.reply import Reply
 from tui.safe_text import safe_text
 from tui.screens.chat import ChatScreen
-from tui.screens.chats import tree
+from tui.screens.chats import ChatsScreen, tree
+from tui.screens.tree import TreeScreen
+from tui.turn_tree import tree_lines
 from tui.widgets.turn_view import PART_WEIGHT, Card, folded, split_reply, weigh
 from tui.widgets.window import MAX_TURNS, MAX_WEIGHT, Window
 from tui.wording import bar, clip, clock, count, reply_end
@@ -134,9 +136,10 @@ def test_every_action_has_one_id_a_method_and_words() -> None:
     assert len({action.id for action in ACTIONS}) == len(ACTIONS)
     for action in ACTIONS:
         assert action.help
-        if action.run.startswith("screen.") and action.where != "chats":
+        if action.run.startswith("screen."):
             name = action.run.removeprefix("screen.").partition("(")[0]
-            assert hasattr(ChatScreen, f"action_{name}"), action.id
+            screen = {"chats": ChatsScreen, "tree": TreeScreen}.get(action.where, ChatScreen)
+            assert hasattr(screen, f"action_{name}"), action.id
     assert key_name("ctrl+r") == "Ctrl+R"
     assert key_name("ctrl+r", short=True) == "^R"
     assert by_id("turn.copy_code").keys == "C"
@@ -234,6 +237,35 @@ def test_fork_tree_hangs_forks_under_their_origin() -> None:
 def test_fork_tree_survives_a_circle() -> None:
     rows = [_row("a", "b"), _row("b", "a"), _row("c", "c")]
     assert sorted(line.row.id for line in tree(rows)) == ["a", "b", "c"]
+
+
+def _turn(turn_id: int, parent: int | None, *, on_path: bool = False) -> TreeTurn:
+    return TreeTurn(turn_id, parent, 1, "chat", f"p{turn_id}", "done", on_path)
+
+
+def test_a_tree_of_turns_indents_only_where_it_parts() -> None:
+    parents = {1: None, 2: 1, 3: 2, 4: 2, 5: 4, 6: 1, 7: 6, 8: 6}
+    path = {1, 2, 3}
+    turns = [_turn(one, parent, on_path=one in path) for one, parent in parents.items()]
+    assert [(line.lead, line.turn.id) for line in tree_lines(turns)] == [
+        ("", 1), ("├─ ", 6), ("│  ├─ ", 7), ("│  ", 8), ("", 2), ("├─ ", 4), ("│  ", 5), ("", 3),
+    ]  # fmt: skip
+    assert tree_lines(turns)[0].words() == "● 1 p1"
+    assert tree_lines([]) == []
+
+
+@given(st.lists(st.integers(0, 30), max_size=30), st.sets(st.integers(0, 29)))
+def test_a_tree_of_turns_shows_each_once_below_its_parent(
+    parents: list[int], path: set[int]
+) -> None:
+    turns = [
+        _turn(one, None if one == 0 else parent % one, on_path=one in path)
+        for one, parent in enumerate(parents)
+    ]
+    shown = [line.turn.id for line in tree_lines(turns)]
+    assert sorted(shown) == list(range(len(turns)))
+    for turn in turns:
+        assert turn.parent_id is None or shown.index(turn.parent_id) < shown.index(turn.id)
 
 
 def test_words_for_numbers() -> None:

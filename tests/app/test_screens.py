@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from app.fakes import FakeChats, FakeEngine
+from app.fakes import AT_MS, FakeChats, FakeEngine
 from app.stage import Stage, stage
 from data.escape_corpus import CORPUS, KEPT
 from textual import events
 from textual.widgets import Input, Markdown
 
 from chatkv.errors import StoreBusy
+from sessions.port import ChatRow
 from tui.screens.dialogs import ShowLink
 
 ANSWER = (
@@ -90,11 +91,50 @@ async def test_new_and_fork_from_the_list() -> None:
     async with stage(chats, chats.open("bench-notes")) as on:
         await _open_list(on)
         await on.press("f")
+        await on.shows("Name of the fork after turn 1")
+        await on.press("escape", "f", "enter")
         await on.until(lambda: on.chat_screen.view.fork == "fork-5")
         await on.press("f2")
         await on.shows("6 chats")
         await on.press("n")
         await on.shows("A new chat with")
+
+
+async def test_the_tree_of_a_chat_leads_to_every_turn_and_forks_at_any() -> None:
+    chats = _library()
+    chats.begin("chat0003", 4, "What about int8?").reply = "Half."
+    async with stage(chats, chats.open("ada-notes")) as on:
+        await on.enter("/tree")
+        await on.shows("● 1 Hi, I am Ada ← long-ctx", "├─ ○ 2 What about int8? ← 16-vs-32")
+        await on.snapshot("tree")
+        await on.press("up", "enter")  # from where we are to the other fork
+        await on.until(lambda: on.chat_screen.view.fork == "16-vs-32")
+        await on.shows("Half.")
+        await on.press("alt+up", "t", "up", "up", "f")
+        await on.shows("Name of the fork after turn 1")
+        await on.press("escape", "down", "down", "f", "x", "enter")
+        await on.until(lambda: on.chat_screen.view.fork == "x")
+        assert chats.calls[-1] == "fork 6 x"
+        await on.press("f2", "end", "t")
+        await on.shows("Turns of bench-notes", "1 turn")
+        await on.press("f", "y", "enter")
+        await on.until(lambda: on.chat_screen.view.fork == "y")
+
+
+async def test_a_sibling_that_was_left_is_opened_from_the_tree() -> None:
+    chats = _library()
+    chat = chats.open("grant-letter")
+    old = chats.heads[chat.id]
+    chats.begin(chat.id, chats.turns[old].parent, "Longer")
+    shown = chats.family_of(chat.id)
+    async with stage(chats, chat) as on:
+        chats.family_of = lambda _: [*shown, ChatRow("left", "left", "left", 2, 2, AT_MS)]
+        chats.heads["left"] = old
+        await on.enter("/tree")
+        await on.shows("├─ ○ 2 Shorter")
+        await on.press("up", "enter")
+        await on.shows("Dear,")
+        assert chats.calls[-1] == f"select {old}"
 
 
 async def test_an_error_of_the_list_is_told() -> None:

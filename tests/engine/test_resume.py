@@ -196,6 +196,16 @@ def test_fork_edit_again(start: Callable[..., Program]) -> None:
     assert isinstance(again, Done)
     assert again.text != edited.text
     assert chat.turns()[1].siblings == 4
+    tree = [(turn.number, turn.prompt, turn.on_path, turn.forks) for turn in chat.tree()]
+    assert tree == [
+        (1, PROMPTS[0], True, ()),
+        (2, PROMPTS[1], False, ()),
+        (2, PROMPTS[1], False, ("side",)),
+        (2, "something else", False, ()),
+        (2, "something else", True, ("main",)),
+    ]
+    assert {turn.chat_id for turn in chat.tree()} == {chat.id, fork.id}
+    assert program.chats.new().tree() == []
     names = {(row.name, row.fork) for row in program.chats.chats()}
     assert names == {("fox", "main"), ("fox", "side")}
 

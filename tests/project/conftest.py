@@ -14,7 +14,7 @@ import pytest
 
 from chatkv.errors import ConfigError, UnknownSession
 from chatkv.events import Delta, Done, Event, Prefill, Ready, Rendered, Usage
-from sessions.port import ChatRow, EngineState, TurnView
+from sessions.port import ChatRow, EngineState, TreeTurn, TurnView
 from tui import wiring
 from tui.cli import run
 
@@ -77,6 +77,13 @@ class FakeChat:
 
     def turns(self) -> list[TurnView]:
         return list(self.told)
+
+    def tree(self) -> list[TreeTurn]:
+        return [
+            TreeTurn(turn.id, turn.id - 1 if turn.number > 1 else None, turn.number, self.id,
+                     turn.prompt, turn.state, True)
+            for turn in self.told
+        ]  # fmt: skip
 
     def send(self, text: str) -> Iterator[Event]:
         self.cancelled, said = False, ""

@@ -67,6 +67,13 @@ def test_show(chatkv, told):
     assert chatkv("show", "ada", "--turn", "x").code == 2
 
 
+def test_show_the_tree(chatkv, told):
+    assert chatkv("show", "ada", "--tree").out.splitlines()[0] == "● 1 one"
+    (turn, *_) = chatkv("show", "ada", "--tree", "--json").json["tree"]
+    assert (turn["number"], turn["parent_id"], turn["on_path"]) == (1, None, True)
+    assert chatkv("show", "ada", "--tree", "--turn", "1").code == 2
+
+
 def test_search(chatkv, told):
     rows = chatkv("search", "three", "--json").json["chats"]
     assert [(row["name"], row["match"]) for row in rows] == [("bob", "three")]
@@ -136,6 +143,7 @@ def test_slash_commands(chatkv, told):
 /again
 /edit
 changed
+/tree
 /set temperature 0.5
 /spec none
 /copy
@@ -153,6 +161,7 @@ never
     assert (side.sampling["temperature"], side.spec) == (0.5, "none")
     assert [turn.prompt for turn in fresh.told] == ["hello"]
     assert "was: /literal" in ran.err
+    assert "● 1 one\n● 2 changed\n" in ran.err
 
 
 @pytest.mark.parametrize(

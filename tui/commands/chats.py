@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from chatkv.errors import UsageError
-from sessions.port import ChatRow, TurnView
+from sessions.port import ChatPort, ChatRow, TurnView
 from tui import answer, output, wiring
 from tui.command import TEXT, Command, Globals, json_option
 from tui.conversation import find_turn
+from tui.turn_tree import tree_lines
 
 SORTS = {
     "updated": lambda row: -row.updated_at,
@@ -69,15 +70,21 @@ def search(found: Globals, query: str, limit: int, as_json: bool) -> None:
 @click.command(cls=Command, short_help="Print a chat.")
 @id_argument
 @click.option("--turn", metavar="T", help="Only this turn; -1 is the last.")
+@click.option("--tree", is_flag=True, help="All turns with forks and siblings, a line each.")
 @json_option
 @click.pass_obj
-def show(found: Globals, ref: str, turn: str | None, as_json: bool) -> None:
-    """Print the open path of a chat: prompts and replies.
+def show(found: Globals, ref: str, turn: str | None, tree: bool, as_json: bool) -> None:
+    """Print the open path of a chat: prompts and replies. With --tree, where it parts.
 
     ID is a name, name:fork, @last, or the first 4 or more characters of an id.
     """
+    if tree and turn is not None:
+        raise UsageError("Only one of --tree and --turn can be used.")
     with wiring.open_workspace(found.settings()) as work:
         chat = work.chats.open(ref)
+        if tree:
+            _print_tree(chat, as_json)
+            return
         turns = [find_turn(chat, turn)] if turn is not None else chat.turns()
         about = {"session": chat.id, "name": chat.name, "fork": chat.fork_name}
     if as_json:
@@ -199,6 +206,15 @@ def _table(rows: list[ChatRow]) -> None:
     ]
     for text in output.columns(table, right=(1, 2)):
         output.line(text)
+
+
+def _print_tree(chat: ChatPort, as_json: bool) -> None:
+    about = {"session": chat.id, "name": chat.name, "fork": chat.fork_name}
+    if as_json:
+        output.write_json({**about, "tree": [asdict(turn) for turn in chat.tree()]})
+        return
+    for line in tree_lines(chat.tree()):
+        output.line(line.lead + line.words())
 
 
 def _print_turn(turn: TurnView) -> None:

@@ -17,8 +17,9 @@ from tui.chat_view import Drafting, read_chat, sibling_ids
 from tui.messages import LinkChosen
 from tui.safe_text import NOTHING, SafeText, safe_line
 from tui.screens.commands import run_command
-from tui.screens.dialogs import AskLine, Confirm, ShowLink, ShowTable
+from tui.screens.dialogs import AskLine, Confirm, ShowLink, ShowTable, ask_fork_name
 from tui.screens.talk import Talk
+from tui.screens.tree import Choice, TreeScreen, open_turn
 from tui.slash import Slash
 from tui.threads import in_thread
 from tui.turns import spans
@@ -127,10 +128,42 @@ class ChatScreen(Talk):
         self.refresh_lines()
 
     def action_fork(self) -> None:
-        self.fork(None, "")
+        if self.turns:
+            self.name_fork(self.turns[-1])
 
     def action_fork_turn(self) -> None:
-        self._on_chosen(lambda turn: self.fork(turn, ""))
+        self._on_chosen(self.name_fork)
+
+    def name_fork(self, turn: TurnView) -> None:
+        """Fork after that turn, under a name that is asked for."""
+
+        def named(name: str | None) -> None:
+            if name is not None:
+                self.fork(turn, name)
+
+        if self._free():
+            self.app.push_screen(ask_fork_name(turn.number), named)
+
+    def action_tree(self) -> None:
+        if self.chat is not None and self.turns and self._free():
+            self.app.push_screen(TreeScreen(self.chat, self.chosen_turn), self._leave_tree)
+
+    def _leave_tree(self, choice: Choice | None) -> None:
+        """Go to the turn that was chosen in the tree, or fork there."""
+        if choice is None or self.chat is None:
+            return
+        chat, turn = self.chat, choice.turn
+        if choice.fork is not None:
+            name = choice.fork
+            self.open(
+                lambda: chat.fork(turn.id, name),
+                f"A fork that shares turns 1 to {turn.number}.",
+                "What is said here stays here.",
+            )
+        elif turn.on_path or turn.chat_id == chat.id:
+            self._show_branch(chat, None if turn.on_path else turn.id, turn.number)
+        else:
+            self.open(partial(open_turn, self.app.chats, turn))
 
     def fork(self, turn: TurnView | None, name: str) -> None:
         """Go on in a new chat that shares everything up to that turn."""
@@ -155,9 +188,11 @@ class ChatScreen(Talk):
             self._show_branch(self.chat, goal, turn.number)
 
     @work(exclusive=True, group="chat")
-    async def _show_branch(self, chat: ChatPort, turn_id: int, number: int) -> None:
+    async def _show_branch(self, chat: ChatPort, turn_id: int | None, number: int) -> None:
+        """Show a turn; one that is not on the open path is named, and its branch opened first."""
         try:
-            await in_thread(chat.select, turn_id)
+            if turn_id is not None:
+                await in_thread(chat.select, turn_id)
             view = await in_thread(read_chat, chat)
         except ChatKVError as error:
             self.tell(error)

@@ -19,7 +19,8 @@ from chatkv.errors import ChatKVError
 from sessions.port import ChatPort, ChatRow
 from tui.actions import actions, bindings
 from tui.safe_text import SafeText, safe_line
-from tui.screens.dialogs import AskLine
+from tui.screens.dialogs import AskLine, ask_fork_name
+from tui.screens.tree import TreeScreen, open_turn
 from tui.threads import in_thread
 from tui.widgets.prompt import Field
 from tui.widgets.status_bar import KeyLine, Notice, SplitLine, key_hints
@@ -100,7 +101,9 @@ class ChatsScreen(Screen[Opener | None]):
         yield self._preview
         yield self._notice
         keys = KeyLine(id="keys")
-        keys.keys = key_hints(*(action.id for action in actions("chats")))
+        # Taking a chat back out of the trash is said where one is put there.
+        shown = [action.id for action in actions("chats") if action.id != "chats.undo"]
+        keys.keys = key_hints(*shown)
         yield keys
 
     def on_mount(self) -> None:
@@ -183,18 +186,43 @@ class ChatsScreen(Screen[Opener | None]):
     @on(OptionList.OptionSelected)
     def open_chosen(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        self._leave_with(lambda row: partial(self.app.chats.open, row.id))
+        if (row := self._chosen()) is not None:
+            self.dismiss(partial(self.app.chats.open, row.id))
 
     def action_new(self) -> None:
         self.dismiss(self.app.chats.new)
 
     def action_fork(self) -> None:
-        chats = self.app.chats
-        self._leave_with(lambda row: lambda: chats.open(row.id).fork())
+        chats, row = self.app.chats, self._chosen()
+        if row is None or not row.turns:
+            return
+        chat_id = row.id
 
-    def _leave_with(self, make: Callable[[ChatRow], Opener]) -> None:
-        if (row := self._chosen()) is not None:
-            self.dismiss(make(row))
+        def named(name: str | None) -> None:
+            if name is not None:
+                self.dismiss(lambda: chats.open(chat_id).fork(None, name))
+
+        self.app.push_screen(ask_fork_name(row.turns), named)
+
+    @work(exclusive=True, group="tree")
+    async def action_tree(self) -> None:
+        """The turns of the chosen chat; leads to one of them, or to a fork after it."""
+        row = self._chosen()
+        if row is None:
+            return
+        try:
+            chat = await in_thread(self.app.chats.open, row.id)
+        except ChatKVError as error:
+            self._notice.say(*error_text(error), kind="error")
+            return
+        choice = await self.app.push_screen_wait(TreeScreen(chat))
+        if choice is None:
+            return
+        turn, fork, chats = choice.turn, choice.fork, self.app.chats
+        if fork is not None:
+            self.dismiss(lambda: chat.fork(turn.id, fork))
+        else:
+            self.dismiss(partial(open_turn, chats, turn, chat))
 
     def action_rename(self) -> None:
         row = self._chosen()

@@ -36,6 +36,8 @@ def run_command(screen: ChatScreen, command: Slash) -> None:
         case "fork":
             number, name = slash.turn_and_name(command)
             screen.fork(None if number is None else screen.numbered(number), name)
+        case "tree":
+            screen.action_tree()
         case "again":
             screen.action_again()
         case "edit" if rest:

@@ -23,24 +23,40 @@ SCHEMES = ("http", "https", "mailto")
 
 
 class AskLine(ModalScreen[str | None]):
-    """Asks for one line. Returns it, or None."""
+    """Asks for one line. Returns it, or None.
+
+    Args:
+        question: What is asked.
+        value: What stands there first.
+        if_empty: What Enter does with nothing typed, which then returns an empty line; without it
+            nothing is no answer.
+    """
 
     BINDINGS: ClassVar = [Binding("escape,ctrl+c", "dismiss(None)", show=False)]
 
-    def __init__(self, question: SafeText, value: SafeText = NOTHING) -> None:
+    def __init__(
+        self, question: SafeText, value: SafeText = NOTHING, if_empty: SafeText = NOTHING
+    ) -> None:
         super().__init__()
-        self._question, self._value = question, value
+        self._question, self._value, self._if_empty = question, value, if_empty
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog"):
             yield Static(Content(self._question), markup=False, classes="dialog-title")
-            yield Field(self._value, id="answer", compact=True)
+            yield Field(self._value, placeholder=self._if_empty, id="answer", compact=True)
             yield Static("Enter Save   Esc Back", classes="dialog-keys")
 
     @on(Input.Submitted)
     def answer(self, event: Input.Submitted) -> None:
         event.stop()
-        self.dismiss(event.value.strip() or None)
+        self.dismiss(event.value.strip() or ("" if self._if_empty else None))
+
+
+def ask_fork_name(shared: int) -> AskLine:
+    """Asks what a fork is called that shares so many turns."""
+    return AskLine(
+        SafeText(f"Name of the fork after turn {shared}"), if_empty=SafeText("a name is made")
+    )
 
 
 class Confirm(ModalScreen[bool]):

@@ -23,6 +23,7 @@ SECTIONS = (
     ("While you type", ("typing", "box")),
     ("The conversation", ("transcript",)),
     ("On a turn, chosen with Alt+Up", ("turn",)),
+    ("In the tree of turns", ("tree",)),
     ("In the list of chats", ("chats",)),
 )
 KEY_CELLS = 26

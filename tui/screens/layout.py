@@ -197,7 +197,8 @@ class ChatLayout(Screen[None]):
         here = ["engine.restart"] if self.app.engine.state.phase == "lost" else []
         if self.chosen is not None:
             here += ["turn.copy", "turn.copy_code", "turn.edit_here", "turn.again_here",
-                     "turn.fork_here", "turn.sibling_before+turn.sibling_after"]  # fmt: skip
+                     "turn.fork_here", "turn.tree",
+                     "turn.sibling_before+turn.sibling_after"]  # fmt: skip
             return [*key_hints(*here), ("Esc", "Back", "screen.leave")]
         if self.busy:
             here.append("chat.stop")
