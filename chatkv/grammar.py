@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 WHITESPACE = r"( |\n {0,20})"
 """Between the parts of a JSON text: enough to be readable, too little to go on for ever. A schema
 may say otherwise under "x-guidance"."""
+MOST_REPEATS = 1_000_000
+"""Of one part of a regular expression, nested counts multiplied: compiling this many takes seconds,
+and nothing stops it once it runs."""
 SPECIAL = b"\xff"
 """Begins a token that no text is made of; no byte of UTF-8."""
 NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
@@ -81,6 +84,7 @@ class Grammars:
                         grammar.text, defaults={"whitespace_pattern": WHITESPACE}
                     )
                 case "regex":
+                    _expect_repeats(grammar.text)
                     source = LLMatcher.grammar_from_regex(grammar.text)
                 case _:
                     source = LLMatcher.grammar_from_lark(grammar.text)
@@ -88,6 +92,8 @@ class Grammars:
             begin = partial(LLMatcher, self._made, source, log_level=0, limits=limits)
             matcher = Matcher(begin, self._vocab_size, self._eos_ids)
             problem = matcher.error
+        except ConfigError:
+            raise
         # What it raises for text that it cannot read is not documented.
         except Exception as error:  # noqa: BLE001
             problem, matcher = str(error) or type(error).__name__, None
@@ -206,6 +212,33 @@ class _Tokens:
         found = self._tokenizer.token_bytes(token)
         name = None if found else self._tokenizer.token_text(token)
         return found or (SPECIAL + name.encode() if name else b"")
+
+
+def _expect_repeats(pattern: str) -> None:
+    """Raise ConfigError where counted repeats multiply to more than MOST_REPEATS."""
+    most = [1]  # of what was closed last, by depth; nested counts multiply
+    unit = 1
+    for found in re.finditer(
+        r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(?:,(\d*))?\}|.", pattern, re.DOTALL
+    ):
+        match found[0][0]:
+            case "(":
+                most.append(1)
+            case ")" if len(most) > 1:
+                unit = most.pop()
+                most[-1] = max(most[-1], unit)
+            case "{" if found[1] is not None:
+                unit *= max(int(found[1] or 0), int(found[2] or 0), 1)
+                most[-1] = max(most[-1], unit)
+            case "?" | "*" | "+":
+                pass  # counts behind it still multiply
+            case _:
+                unit = 1
+        if unit > MOST_REPEATS:
+            raise ConfigError(
+                f"The regular expression repeats a part {unit:,} times, nested counts multiplied.",
+                hint=f"{MOST_REPEATS:,} is the most; * and + cost nothing.",
+            )
 
 
 def _one_line(error: str) -> str:

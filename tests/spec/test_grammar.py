@@ -124,6 +124,7 @@ def test_a_matcher_that_met_a_limit_begins_again(grammars):
     ("grammar", "words"),
     [
         (Grammar("regex", "a(b"), "regular expression does not compile.*unclosed group"),
+        (Grammar("regex", "((((a{100}){100})?{100}){3,100})"), "repeats a part 100,000,000 times"),
         (Grammar("json_schema", '{"type": "foo"}'), "JSON schema does not compile.*foo"),
         (
             Grammar("json_schema", '{"enum":["\\ud800"]}'),
@@ -143,6 +144,13 @@ def test_what_does_not_compile_is_told_with_its_place(grammars, grammar, words):
     with pytest.raises(ConfigError, match=words) as caught:
         grammars.matcher(grammar)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text", [r"[{9999999}]\{9999999x", "(a{100}b{100}|c{100}){100}", "(a{1000})+x{1000}"]
+)
+def test_counts_that_do_not_multiply_are_no_matter(grammars, text):
+    assert not grammars.matcher(Grammar("regex", text)).error
 
 
 def test_a_missing_package_is_told_with_its_command(monkeypatch):
