@@ -5,18 +5,24 @@ Knows the formats by their first value. Knows no store.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import chain
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from sessions.exchange import FORMAT
 from sessions.exchange_chatkv import Tree
-from sessions.exchange_files import BadFile, Limits, Value, nearest
-from sessions.exchange_plain import Talk, read_talk, rows_of
+from sessions.exchange_files import BadFile, Limits, Value, nearest, values
+from sessions.exchange_markdown import read_markdown, write_markdown
+from sessions.exchange_plain import Talk, read_talk, rows_of, write_openai, write_sharegpt
 from sessions.records import SessionRow, TurnPath
 
-FORMATS = ("chatkv", "openai", "sharegpt")
+FORMATS = ("chatkv", "openai", "sharegpt", "markdown")
+WRITERS = {"openai": write_openai, "sharegpt": write_sharegpt, "markdown": write_markdown}
+"""Formats of one path, each with what writes a title and turns as lines."""
+_MARKDOWN = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:---\r?\n|<!-- chatkv turn )")
 _MESSAGE = ("role", "from")
 """What a message has and a conversation has not."""
 
@@ -31,6 +37,43 @@ class ReadChat:
     talk: Talk | None
     """Its roles and texts, if the format knows no more."""
     notes: Sequence[str] = ()
+
+
+def read_chats(stream: BinaryIO, kind: str, limits: Limits) -> Iterator[ReadChat | BadFile]:
+    """The conversations of a file; in the place of one that cannot be read, why.
+
+    Args:
+        stream: The file.
+        kind: One of `FORMATS`, or auto, which looks at how it begins.
+        limits: The most that is taken.
+
+    Raises:
+        BadFile: Nothing more can be read.
+    """
+    source = BufferedReader(cast("Any", stream)) if not hasattr(stream, "peek") else stream
+    if kind == "auto" and _MARKDOWN.match(cast("Any", source).peek(64)):
+        kind = "markdown"
+    if kind == "markdown":
+        for found in read_markdown(source, limits):
+            if isinstance(found, BadFile):
+                yield found
+            else:
+                line, title, talk = found
+                yield ReadChat(line, *rows_of(title, talk), talk=talk)
+        return
+    rest = values(source, limits)
+    first = next(rest, None)
+    if first is None:
+        raise BadFile(1, "the file is empty.", hint="Nothing was stored.")
+    if kind == "auto":
+        if isinstance(first, BadFile):
+            raise first
+        kind = detect(first)
+    found_values = chain([first], rest)
+    if kind == "chatkv":
+        yield from _trees(found_values, limits)
+    else:
+        yield from _talks(found_values, kind, limits)
 
 
 def detect(first: Value) -> str:
@@ -57,14 +100,6 @@ def detect(first: Value) -> str:
         "no conversation begins here.",
         hint=f"Known formats: {', '.join(FORMATS)}. A file of ours begins with {FORMAT!r}.",
     )
-
-
-def conversations(
-    first: Value | BadFile, rest: Iterator[Value | BadFile], kind: str, limits: Limits
-) -> Iterator[ReadChat | BadFile]:
-    """The conversations of a file; in the place of one that cannot be read, why."""
-    found = chain([first], rest)
-    return _trees(found, limits) if kind == "chatkv" else _talks(found, kind, limits)
 
 
 def _trees(found: Iterator[Value | BadFile], limits: Limits) -> Iterator[ReadChat | BadFile]:

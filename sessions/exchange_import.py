@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 from sessions.columns import dump_json, new_id, pack_ids, storable
 from sessions.exchange import export_jsonl, lines_of
-from sessions.exchange_files import LIMITS, BadFile, Limits, values
-from sessions.exchange_formats import ReadChat, conversations, detect
+from sessions.exchange_files import LIMITS, BadFile, Limits
+from sessions.exchange_formats import ReadChat, read_chats
 from sessions.exchange_plain import Talk
 from sessions.records import SessionRow, TurnPath
 from sessions.store import ChatStore
@@ -55,7 +55,7 @@ class ImportStore(ChatStore):
 
         Args:
             stream: The file.
-            kind: Its format: chatkv, openai, sharegpt, or auto, which looks at the first value.
+            kind: Its format: chatkv, openai, sharegpt, markdown, or auto: by how it begins.
             name: What the chat is called instead; the second of a file gets a 2 behind it.
             limits: The most that is taken.
 
@@ -64,16 +64,8 @@ class ImportStore(ChatStore):
             StoreError: Nothing more can be stored.
         """
         self._plain = None
-        found = values(stream, limits)
-        first = next(found, None)
-        if first is None:
-            raise BadFile(1, "the file is empty.", hint="Nothing was stored.")
-        if kind == "auto":
-            if isinstance(first, BadFile):
-                raise first
-            kind = detect(first)
         count = 0
-        for chat in conversations(first, found, kind, limits):
+        for chat in read_chats(stream, kind, limits):
             if isinstance(chat, BadFile):
                 yield chat
                 continue

@@ -1,4 +1,4 @@
-"""One path of a chat as OpenAI messages, as ShareGPT or as Markdown, and the first two back.
+"""One path of a chat as OpenAI messages or as ShareGPT, and back.
 
 These formats know text alone: no forks, no ids, no seeds.
 """
@@ -35,25 +35,14 @@ _IGNORED = ("id", "model", "source", "created", "tools")
 def write_openai(_: str, turns: Sequence[TurnPath]) -> Iterator[str]:
     """One line: an object with `messages` and, as others demand, nothing else."""
     messages = [{"role": role, "content": text} for role, text in _talk(turns, "openai")]
-    yield _dump({"messages": messages})
+    yield dump({"messages": messages})
 
 
 def write_sharegpt(title: str, turns: Sequence[TurnPath]) -> Iterator[str]:
     """One line: an object with `conversations`."""
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     said = [{"from": names[role], "value": text} for role, text in _talk(turns, "sharegpt")]
-    yield _dump({"title": title, "conversations": said} if title else {"conversations": said})
-
-
-def write_markdown(title: str, turns: Sequence[TurnPath]) -> Iterator[str]:
-    """Front matter, then each message under a mark that a renderer does not show."""
-    yield from ("---", f"title: {_dump(title)}", "---")
-    for turn in turns:
-        if turn.turn.redacted_at is None:
-            for message in turn.messages:
-                if message.row.content:
-                    mark = f"<!-- chatkv turn {turn.turn.depth} {message.row.role} -->"
-                    yield from ("", mark, "", message.row.content)
+    yield dump({"title": title, "conversations": said} if title else {"conversations": said})
 
 
 def read_talk(value: Value, kind: str, limits: Limits) -> tuple[str, Talk]:
@@ -94,10 +83,8 @@ def read_talk(value: Value, kind: str, limits: Limits) -> tuple[str, Talk]:
                 f"message {place} has the role {name[:40]!r}, which nobody knows.",
                 hint=hint,
             )
-        talk.append((roles[name], fields.short("content", text, limits.text_chars)))
-    talk = _one_prompt_a_turn(value, talk, limits)
-    _check_order(value.line, talk)
-    return title, talk
+        talk.append((roles[name], text))
+    return title, check_talk(value.line, talk, limits)
 
 
 def _openai_message(fields: Fields) -> tuple[str, str]:
@@ -123,19 +110,21 @@ def _sharegpt_message(fields: Fields) -> tuple[str, str]:
     return fields.take("from", str), fields.text("value")
 
 
-def _one_prompt_a_turn(value: Value, talk: Talk, limits: Limits) -> list[tuple[str, str]]:
-    """Prompts in a row as one: a turn of its own without a reply would not reach the model."""
+def check_talk(line: int, talk: Talk, limits: Limits) -> Talk:
+    """A conversation that can be stored. Prompts in a row become one: a turn of its own without a
+    reply would not be shown to the model.
+
+    Raises:
+        BadFile: A text is too long, or the messages come in no order that makes sense.
+    """
+    fields = Fields(Value(line, {}), "the conversation")
     joined: list[tuple[str, str]] = []
     for role, run in groupby(talk, key=lambda said: said[0]):
-        texts = [text for _, text in run]
-        if role == "user" and len(texts) > 1:
-            text = "\n\n".join(texts)
-            texts = [
-                Fields(Value(value.line, {}), "the prompts").short(
-                    "content", text, limits.text_chars
-                )
-            ]
+        texts = [fields.short("content", text, limits.text_chars) for _, text in run]
+        if role == "user":
+            texts = [fields.short("content", "\n\n".join(texts), limits.text_chars)]
         joined += [(role, text) for text in texts]
+    _check_order(line, joined)
     return joined
 
 
@@ -205,9 +194,7 @@ def _talk(turns: Sequence[TurnPath], kind: str) -> Talk:
     return [(row.role, row.content) for row in rows if row.role != "system" or row.content]
 
 
-def _dump(value: Mapping[str, Any] | str) -> str:
+def dump(value: Mapping[str, Any] | str) -> str:
+    """One line of JSON, whatever a reader takes for the end of a line."""
     text = json.dumps(value, ensure_ascii=False)
     return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
-
-
-WRITERS = {"openai": write_openai, "sharegpt": write_sharegpt, "markdown": write_markdown}

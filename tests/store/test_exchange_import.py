@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from chatkv.errors import StoreError
 from sessions.exchange import export_jsonl
 from sessions.exchange_files import BadFile, Limits
+from sessions.exchange_formats import WRITERS
 from sessions.exchange_import import ImportStore
-from sessions.exchange_plain import WRITERS
 from sessions.records import Render
 from sessions.store import MEMORY, ChatStore
 

@@ -65,7 +65,7 @@ def _lines(store: ChatStore, chat_id: str, kind: str, *, path_only: bool) -> Ite
         from sessions.exchange import export_jsonl
 
         return export_jsonl(store, chat_id, path_only=path_only)
-    from sessions.exchange_plain import WRITERS
+    from sessions.exchange_formats import WRITERS
 
     return WRITERS[kind](store.family(chat_id)[0].title, store.path(chat_id))
 

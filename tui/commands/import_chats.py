@@ -1,4 +1,4 @@
-"""`chatkv import`: chats from files of ours, of OpenAI messages or of ShareGPT."""
+"""`chatkv import`: chats from files of ours, of OpenAI messages, of ShareGPT or of Markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tui.command import FILE, TEXT, Command, Globals, json_option
 if TYPE_CHECKING:
     from sessions.exchange_import import Imported
 
-FORMATS = ("auto", "chatkv", "openai", "sharegpt")
+FORMATS = ("auto", "chatkv", "openai", "sharegpt", "markdown")
 SHOWN = 10
 """Failures that are told one by one; the rest are counted."""
 
