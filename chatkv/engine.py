@@ -76,7 +76,8 @@ class Engine:
         self.saver = PageSaver(store, queue_bytes=queue_bytes) if store is not None else None
         self.prompts = Prompts(model, self.pool, self.prefix, self.saver)
         self.identity = model.identity(self.pool.page_size)
-        self.root_key = root_key(fingerprint(self.identity), salt)
+        self.fingerprint = fingerprint(self.identity)
+        self.root_key = root_key(self.fingerprint, salt)
         means = DraftMeans(spec.vocab_size, token_log, draft, self.context_limit, model)
         drafters = create_drafters(config.drafters, means)
         if (reader := drafters.reader) is not None:
@@ -96,8 +97,16 @@ class Engine:
         params: SamplingParams,
         *,
         reply: ReplyText | None = None,
+        salt: bytes | None = None,
     ) -> Sequence:
         """A sequence that goes on from `tokens`; nothing is computed yet.
+
+        Args:
+            tokens: Its ids so far.
+            sampled: One for each: true where the model chose it.
+            params: Of its sampler.
+            reply: The text of what it adds, for stop strings.
+            salt: Keeps its pages apart from those of other sequences; None shares them.
 
         Raises:
             UsageError: No tokens.
@@ -123,7 +132,7 @@ class Engine:
             sampled=list(sampled),
             table=PageTable(self.pool),
             sampler=Sampler(params, tokens, grammar),
-            root_key=self.root_key,
+            root_key=self.root_key if salt is None else root_key(self.fingerprint, salt),
             eos_ids=self.model.spec.eos_ids,
             max_tokens=params.max_tokens or self.context_limit,
             context_limit=self.context_limit,

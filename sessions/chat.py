@@ -35,7 +35,7 @@ from sessions.port import (
     TreeTurn,
     TurnView,
 )
-from sessions.records import BegunTurn, SessionRow, TurnPath
+from sessions.records import KV_SALT, BegunTurn, SessionRow, TurnPath
 from sessions.store import ChatStore
 
 PARTIAL_S = 1.0
@@ -257,7 +257,7 @@ class Chat:
             reply.tok_fp = bytes.fromhex(ready.tok_fp)
             reply.model = ready.model
             messages, owners = self._messages(reply.tok_fp)
-            request = Request(messages, sampling, self._spec)
+            request = Request(messages, sampling, self._spec, self._row.settings.get(KV_SALT))
             for event in self._engine.generate(request):
                 if isinstance(event, Rendered):
                     reply.heard = True

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from sessions.records import SessionRow, StoredMessage, TurnPath
+from sessions.records import KV_SALT, SessionRow, StoredMessage, TurnPath
 from sessions.store import ChatStore
 
 FORMAT = "chatkv/1"
@@ -97,7 +97,7 @@ def _session(
         "head": turn_numbers.get(row.head_turn_id or 0),
         "created_at": row.created_at,
         "updated_at": row.updated_at,
-        "settings": row.settings,
+        "settings": {key: value for key, value in row.settings.items() if key != KV_SALT},
         "pending_ops": [
             {**op, "cancels": forget_numbers.get(op["cancels"] or 0)} if "cancels" in op else op
             for op in row.pending_ops

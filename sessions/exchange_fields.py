@@ -14,6 +14,7 @@ from chatkv.errors import ChatKVError
 from chatkv.events import Usage
 from chatkv.sampling import SamplingParams
 from sessions.exchange_files import LIMITS, BadFile, Value, nearest
+from sessions.records import KV_SALT
 from sessions.tree import now_ms
 
 _BIG = (1 << 53) - 1
@@ -170,6 +171,7 @@ class Fields:
     def settings(self, name: str) -> dict[str, Any]:
         """What a chat remembers. A model is looked up by name alone, never by a foreign path."""
         found = dict(self.free(name))
+        found.pop(KV_SALT, None)  # or a file could choose whose pages a chat reads
         inner = Fields(Value(self.line, found), f"{name!r}")
         if "sampling" in found:
             inner.sampling("sampling")

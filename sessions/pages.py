@@ -282,6 +282,13 @@ class SqlitePageStore:
         self._written_bytes += sum(len(image.payload) for image in new)
         return len(new)
 
+    def add_root(self, root: bytes, salt_id: str) -> None:
+        """Make `root` another beginning of chains of this model. Raises StoreError."""
+        row = (root, self.model.fp, salt_id)
+        self._disk.save(
+            lambda db: db.execute("INSERT OR IGNORE INTO roots VALUES(?, ?, ?)", row), None
+        )
+
     @property
     def model(self) -> PageModel:
         """Whose pages these are. Raises ValueError without one: a bug of the caller."""

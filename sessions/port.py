@@ -36,6 +36,9 @@ class Request:
     """Fields of `chatkv.sampling.SamplingParams`, as JSON has them."""
     spec: str | None = None
     """Drafting for this reply only; None keeps the engine's."""
+    salt: str | None = None
+    """Hex: keeps the pages of this chat apart from those of others (it came with pages of its own);
+    None shares them."""
 
 
 @dataclass(frozen=True, slots=True)

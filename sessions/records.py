@@ -16,6 +16,11 @@ MessageState = Literal["partial", "done", "interrupted", "error"]
 Role = Literal["system", "user", "assistant", "tool", "summary"]
 
 
+KV_SALT = "kv_salt"
+"""In the settings of a chat that came with pages: hex of the salt under which they are stored. It
+is this store's alone: never exported, never taken from a file."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionRow:
     """One conversation, or one fork of it. Times are Unix milliseconds everywhere."""

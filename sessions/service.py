@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from chatkv.engine import Engine
-from chatkv.errors import ChatKVError, ContextFull, OutOfPages, StoreBusy, UsageError
+from chatkv.errors import ChatKVError, ContextFull, OutOfPages, StoreBusy, StoreError, UsageError
 from chatkv.events import (
     Delta,
     Done,
@@ -34,6 +35,7 @@ from chatkv.spec.stats import DraftStats
 from sessions.pages import SqlitePageStore
 from sessions.port import PathMessage, Request
 from sessions.token_log import StoredLog
+from sessions.trusted import take_pages
 
 RESERVE_TOKENS = 1024
 """Longest reply when nobody says: this or a quarter of the context, whichever is less."""
@@ -112,6 +114,8 @@ class EngineService:
                 return {"text": self.engine.drafting.explain()}
             case "purge":
                 return {"pages": self._purge(list(args["ids"]), int(args["keep_tokens"]))}
+            case "take_pages":
+                return self._take_pages(**args)
             case _:
                 raise UsageError(f"The engine knows no {name!r}.")
 
@@ -134,6 +138,7 @@ class EngineService:
             sampled,
             params,
             reply=ReplyText(self.tokenizer.stream(), params.stop),
+            salt=None if request.salt is None else bytes.fromhex(request.salt),
         )
         if rendered:
             yield Rendered(tuple(rendered))
@@ -308,6 +313,14 @@ class EngineService:
                 hint="They are removed at the next start.",
             )
         return pages.purge(ids, keep_tokens)
+
+    def _take_pages(self, path: str, jsonl: str, max_bytes: int) -> dict[str, Any]:
+        """Pages from a file that the user trusts. Raises BadPages."""
+        if self.pages is None or self.engine.saver is None or not self.pages.saving:
+            raise StoreError("Pages are not kept in this run.", hint="Import without --trust-kv.")
+        self.engine.saver.flush(5.0)
+        count, salt = take_pages(Path(path), jsonl, self.engine, self.pages, max_bytes=max_bytes)
+        return {"pages": count, "salt": salt.hex()}
 
     def _kv_stats(self) -> dict[str, Any]:
         pool, prefix = self.engine.pool, self.engine.prefix.stats()

@@ -114,7 +114,7 @@ def _request(data: dict[str, Any]) -> Request:
         )
         for m in data["messages"]
     ]
-    return Request(messages, data["sampling"], data["spec"])
+    return Request(messages, data["sampling"], data["spec"], data["salt"])
 
 
 def main() -> None:

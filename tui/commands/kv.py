@@ -52,7 +52,7 @@ def verify(found: Globals, as_json: bool) -> int:
     path = settings.folders.kv_db
     report, notices = upkeep.Verified(), list[str]()
     if path.exists():
-        with closing(_open(settings)) as disk:
+        with closing(open_kv(settings)) as disk:
             report = upkeep.verify(disk)
             notices += disk.notices
     same = _round_trip(path)
@@ -79,7 +79,7 @@ def gc(found: Globals, every: bool, as_json: bool) -> None:
     report, purged = upkeep.Collected(), 0
     if path.exists():
         purged = _purge(settings)
-        with closing(_open(settings)) as disk:
+        with closing(open_kv(settings)) as disk:
             report = upkeep.collect(disk, _installed(settings) if every else None)
             for notice in disk.notices:
                 found.note(notice)
@@ -87,7 +87,7 @@ def gc(found: Globals, every: bool, as_json: bool) -> None:
     _print(data, as_json)
 
 
-def _open(settings: Settings) -> CacheFile:
+def open_kv(settings: Settings) -> CacheFile:
     """kv.db for upkeep, with the budget of the settings. Raises StoreError."""
     from sessions.cachefile import CacheFile
     from sessions.pages import default_budget
