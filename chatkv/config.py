@@ -25,6 +25,10 @@ class EngineConfig:
     """Drafting: `none`, `auto`, `chain:N` or `tree:N` (N guessed rows)."""
     drafters: tuple[str, ...] = ("ngram",)
     """Names of the drafters to ask, first come first merged."""
+    kv_dtype: str = "bf16"
+    """How keys and values are stored: `bf16` (the model's dtype), `int8`, `int4` or `fp8`."""
+    keep_layers: tuple[int, ...] = ()
+    """Layers, counted from 1, that stay plain where the others are quantised."""
 
     def __post_init__(self) -> None:
         if not SPEC_MODES.fullmatch(self.spec):

@@ -16,6 +16,7 @@ from chatkv.batch import tree_batch
 from chatkv.config import EngineConfig
 from chatkv.errors import ConfigError, ContextFull, UsageError
 from chatkv.grammar import Grammars
+from chatkv.kv.format import KVFormat
 from chatkv.kv.keys import fingerprint, root_key
 from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.saver import PageSaver
@@ -69,13 +70,15 @@ class Engine:
         self.config = config = config or EngineConfig()
         spec = model.spec
         self.context_limit = min(config.context_limit or spec.context_limit, spec.context_limit)
-        self.pool = model.new_pool(config.pool_tokens or model.pool_tokens(self.context_limit))
+        kv = KVFormat(config.kv_dtype, config.keep_layers)
+        pool_tokens = config.pool_tokens or model.pool_tokens(self.context_limit, kv)
+        self.pool = model.new_pool(pool_tokens, kv)
         self.prefix = PrefixCache(self.pool)
         self.pool.reclaim = self.prefix.reclaim
         queue_bytes = QUEUE_BYTES if model.device == "cpu" else DEVICE_QUEUE_BYTES
         self.saver = PageSaver(store, queue_bytes=queue_bytes) if store is not None else None
         self.prompts = Prompts(model, self.pool, self.prefix, self.saver)
-        self.identity = model.identity(self.pool.page_size)
+        self.identity = model.identity(self.pool.page_size, kv)
         self.fingerprint = fingerprint(self.identity)
         self.root_key = root_key(self.fingerprint, salt)
         means = DraftMeans(spec.vocab_size, token_log, draft, self.context_limit, model)

@@ -149,17 +149,12 @@ class Prompts:
                         probe, seq.tokens[length - 1 : length], reserved.slots, want_logits=True
                     )
                     logits = self.model.step(batch, self.pool).row(0)
-                    stored = self._row_bits(seq.table.slots(length - 1, length))
-                    same = torch.equal(stored, self._row_bits(reserved.slots))
+                    stored = self.pool.row(int(seq.table.slots(length - 1, length)[0]))
+                    same = torch.equal(stored, self.pool.row(int(reserved.slots[0])))
             finally:
                 probe.release()
             return same and Witness.of(logits).agrees(snapshot)
         return None
-
-    def _row_bits(self, slots: npt.NDArray[np.int64]) -> torch.Tensor:
-        """[L, 2, HK, D] one row of all layers, as integers."""
-        page, offset = divmod(int(slots[0]), self.pool.page_size)
-        return self.pool.data[:, page, :, :, offset].contiguous().view(torch.uint8)
 
     def _distrust(self, seq: Sequence, found: Found) -> None:
         """The model disagrees: what was read, and what was built on it, is not read again."""

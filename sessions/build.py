@@ -12,6 +12,7 @@ import torch
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.errors import ModelError
+from chatkv.kv.format import KVFormat
 from chatkv.models import catalog
 from chatkv.models.devices import load_model
 from chatkv.models.model import Model
@@ -24,6 +25,8 @@ from sessions.service import EngineService
 from sessions.token_log import StoredLog
 
 Progress = Callable[[str, int, int], None]
+PLAIN_BYTES = 2
+"""Of a value in a pool that is not quantised, as far as the budget of kv.db is concerned."""
 
 
 def build_service(options: Mapping[str, Any], progress: Progress | None = None) -> EngineService:
@@ -33,7 +36,7 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         options: `model` (name or path), and maybe `device` (auto by default), `threads`,
             `context`, `spec`, `drafters`, `kv_path` (None: no pages on disk), `kv_limit_bytes`,
             `chat_db` (None: the drafter `history` has no other chats to copy from), `draft_model`
-            (name or path, of the drafter of that name).
+            (name or path, of the drafter of that name), `kv_dtype`, `keep_layers`.
         progress: Called with stage, bytes done, bytes in all.
 
     Raises:
@@ -51,7 +54,10 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         context_limit=options.get("context"),
         spec=options.get("spec") or "auto",
         drafters=tuple(drafters),
+        kv_dtype=options.get("kv_dtype") or "bf16",
+        keep_layers=tuple(options.get("keep_layers") or ()),
     )
+    kv = KVFormat(config.kv_dtype, config.keep_layers)
     model, notice = load_model(
         catalog.find(options["model"]),
         options.get("device") or "auto",
@@ -65,8 +71,9 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         limit = config.context_limit or spec.context_limit
         opened = open_page_store(
             Path(options["kv_path"]),
-            model.identity(model.page_size),
-            context_bytes=limit * 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim,
+            model.identity(model.page_size, kv),
+            context_bytes=limit
+            * kv.token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, PLAIN_BYTES),
             limit_bytes=options.get("kv_limit_bytes"),
         )
         store, notice = opened.store, " ".join(filter(None, (notice, opened.notice)))

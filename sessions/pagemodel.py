@@ -22,7 +22,8 @@ class PageModel:
 
     Args:
         identity: Fields of the fingerprint; of these, `layers`, `kv_heads`, `head_dim`,
-            `page_tokens` and `pool_dtype` say how large a page is.
+            `page_tokens` and `pool_dtype` say how large a page is, `token_bytes` where rows are
+            quantised.
         codec: How rows are stored.
         salt: Of the store.
     """
@@ -38,8 +39,11 @@ class PageModel:
         """Slots of a full page."""
         self.layers, self.kv_heads = self._number("layers"), self._number("kv_heads")
         self.head_dim = self._number("head_dim")
-        item_bytes = ITEM_BYTES[str(identity["pool_dtype"])]
-        self.token_bytes = self.layers * 2 * self.kv_heads * self.head_dim * item_bytes
+        if "token_bytes" in identity:
+            self.token_bytes = self._number("token_bytes")
+        else:
+            item_bytes = ITEM_BYTES[str(identity["pool_dtype"])]
+            self.token_bytes = self.layers * 2 * self.kv_heads * self.head_dim * item_bytes
         """What the rows of one token take."""
 
     def register(self, db: sqlite3.Connection) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.errors import ContextFull, UsageError
+from chatkv.kv.format import PLAIN, KVFormat
 from chatkv.models.catalog import ModelFile
 from chatkv.models.devices import load_model
 from chatkv.sampling import SamplingParams
@@ -177,6 +178,7 @@ def verify_prompts(
     drafters: Seq[str] = ("ngram", "random"),
     draft_model: str | None = None,
     threads: int | None = None,
+    kv: KVFormat = PLAIN,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Play every prompt plain and drafted at every temperature.
@@ -191,6 +193,7 @@ def verify_prompts(
         drafters: Merged in one tree.
         draft_model: Of the drafter `draft_model`; None is the model itself.
         threads: CPU threads.
+        kv: How keys and values are held, on both sides.
         progress: Called with one line after each prompt.
 
     Returns:
@@ -210,8 +213,9 @@ def verify_prompts(
     model, notice = load_model(file, device, threads=threads)
     if notice and progress is not None:
         progress(notice)
-    plain = Engine(model, EngineConfig(spec="none"), costs={1: 1.0}, guard=False)
-    config = EngineConfig(spec=SHAPE, drafters=tuple(names))
+    held: dict[str, Any] = {"kv_dtype": kv.name, "keep_layers": kv.keep_layers}
+    plain = Engine(model, EngineConfig(spec="none", **held), costs={1: 1.0}, guard=False)
+    config = EngineConfig(spec=SHAPE, drafters=tuple(names), **held)
     log, draft = TokenIndex(), None
     if "draft_model" in names:
         draft = load_draft(draft_model or str(file.path), model, threads)
@@ -250,6 +254,7 @@ def verify_prompts(
         "tokens": tokens,
         "different": different,
         "device": model.device,
+        "kv": kv.name,
         "mode": model.backend.mode,
         "drafters": list(drafters),
         "drafted_steps": drafting.steps - drafting.plain_steps,

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 
 from chatkv.attention.cpu import CpuBackend
+from chatkv.attention.reference import dequantise
+from chatkv.attention.store import write_rows_plain
+from chatkv.kv.format import PLAIN, KVFormat
 from chatkv.kv.pool import PagePool
 from chatkv.models.logits import HostLogits
 
@@ -122,9 +125,9 @@ class TinyModel:
         self.out = [matrix(s.hidden_size, s.num_heads * s.head_dim) for _ in range(s.num_layers)]
         self.head = (matrix(s.vocab_size, s.hidden_size) * repeat).astype(np.float32)
 
-    def identity(self, page_tokens: int) -> dict[str, Any]:
+    def identity(self, page_tokens: int, kv: KVFormat = PLAIN) -> dict[str, Any]:
         s = self.spec
-        return {
+        about = {
             "weights": f"{s.weights_digest} {self.seed}",
             "page_tokens": page_tokens,
             "layers": s.num_layers,
@@ -132,11 +135,12 @@ class TinyModel:
             "head_dim": s.head_dim,
             "pool_dtype": "float32",
         }
+        return kv.identity(about, 4)
 
-    def pool_tokens(self, context_limit: int) -> int:
+    def pool_tokens(self, context_limit: int, kv: KVFormat = PLAIN) -> int:
         return 2 * context_limit
 
-    def new_pool(self, num_tokens: int) -> PagePool:
+    def new_pool(self, num_tokens: int, kv: KVFormat = PLAIN) -> PagePool:
         s = self.spec
         pool = PagePool(
             num_pages=-(-num_tokens // self.page_size) + 2,
@@ -145,8 +149,10 @@ class TinyModel:
             num_kv_heads=s.num_kv_heads,
             head_dim=s.head_dim,
             dtype=torch.float32,
+            kv=kv,
         )
-        pool.data.fill_(float("nan"))  # what nobody wrote must reach nobody
+        for tensor in pool.tensors[1 if kv.is_quantised else 0 :]:
+            tensor.fill_(float("nan"))  # what nobody wrote must reach nobody
         return pool
 
     def tap(self, layers: Sequence[int], prompt_rows: int = 1) -> None:
@@ -166,7 +172,8 @@ class TinyModel:
         for layer in range(self.spec.num_layers):
             q, k, v = self._split(_by_row(self.qkv[layer], x))
             self._write(pool, layer, batch.slots, k, v)
-            out, _ = self.backend.attend(batch.call, torch.from_numpy(q), pool.data[layer])
+            pages, scales = pool.layers[layer]
+            out, _ = self.backend.attend(batch.call, torch.from_numpy(q), pages, scales=scales)
             x = x + np.tanh(_by_row(self.out[layer], out.numpy().reshape(len(x), -1)))
             outs.append(x)
         tapped = self._tapped(outs)
@@ -199,12 +206,16 @@ class TinyModel:
             own_q, k, v = self._split(_by_row(self.qkv[layer], x))
             q[first:stop] = torch.from_numpy(own_q)
             self._write(pool, layer, slots, k, v)
+            pages, scales = pool.layers[layer]
+            used = torch.from_numpy(entries[: pool.pages_for(start + stop)]).long()
+            values = dequantise(
+                pages[used], None if scales is None else scales[used], torch.float32
+            )
             kv = torch.zeros(2, chunk_rows, s.num_kv_heads, s.head_dim)
             for row in range(stop):
                 page, offset = divmod(start + row, pool.page_size)
-                kv[:, row] = pool.data[layer, int(entries[page]), :, :, offset]
-            table = torch.from_numpy(entries)
-            out = _chunk(q, *kv, pool.data[layer], table, start)
+                kv[:, row] = values[page, :, :, offset]
+            out = _chunk(q, *kv, values, start)
             rows = out[first:stop].contiguous().numpy().reshape(len(x), -1)
             x = x + np.tanh(_by_row(self.out[layer], rows))
             outs.append(x)
@@ -229,12 +240,12 @@ class TinyModel:
     def _write(
         self, pool: PagePool, layer: int, slots: np.ndarray, k: np.ndarray, v: np.ndarray
     ) -> None:
-        for row, slot in enumerate(slots.tolist()):
+        for slot in slots.tolist():
             if slot >= 0:
-                page, offset = divmod(slot, pool.page_size)
+                page = slot // pool.page_size
                 assert pool.refs(page) == 1, f"page {page} is shared and was written"
-                pool.data[layer, page, 0, :, offset] = torch.from_numpy(k[row])
-                pool.data[layer, page, 1, :, offset] = torch.from_numpy(v[row])
+        rows = (torch.from_numpy(k), torch.from_numpy(v))
+        write_rows_plain(*rows, *pool.layers[layer], torch.from_numpy(slots))
 
 
 def _by_row(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -249,12 +260,11 @@ def _chunk(
     k: torch.Tensor,
     v: torch.Tensor,
     pages: torch.Tensor,
-    entries: torch.Tensor,
     start: int,
 ) -> torch.Tensor:
     """[C, HQ, D] attention of one chunk by a library, whose bits depend on the chunk's shape."""
     count, group = -(-start // pages.shape[3]), q.shape[1] // k.shape[1]
-    history = pages[entries[:count].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :start]
+    history = pages[:count].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :start]
     keys, values = torch.cat([history, torch.stack([k, v]).transpose(1, 2)], dim=2)
     mask = torch.ones(len(q), start + len(q), dtype=torch.bool).tril(start)
     out = torch.nn.functional.scaled_dot_product_attention(

@@ -106,6 +106,13 @@ def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
+def kv_dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--kv-dtype` of every command that runs a model."""
+    return click.option(
+        "--kv-dtype", metavar="FORMAT", help="How keys and values are held: bf16|int8|int4|fp8."
+    )(function)
+
+
 def draft_model_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--draft-model` of every command that drafts."""
     return click.option(
@@ -133,6 +140,7 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
             draft_model_option,
             click.option("--context", metavar="N", help="Tokens a conversation may hold."),
             device_option,
+            kv_dtype_option,
             click.option("--threads", metavar="N", help="CPU threads."),
             click.option("--ephemeral", is_flag=True, help="Keep nothing on disk."),
         )
@@ -163,6 +171,7 @@ def flags_of(options: tuple[tuple[str, str], ...], **flags: Any) -> dict[str, An
         "draft_model": "spec.draft_model",
         "context": "context.limit",
         "device": "device",
+        "kv_dtype": "kv.dtype",
         "threads": "threads",
         "max_tokens": "sampling.max_tokens",
         "seed": "sampling.seed",

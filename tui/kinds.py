@@ -102,6 +102,20 @@ def names(raw: Any) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def wholes(low: int) -> Callable[[Any], tuple[int, ...]]:
+    """A list of whole numbers from `low` on; in text with commas between."""
+    one = whole(low)
+
+    def read(raw: Any) -> tuple[int, ...]:
+        parts = raw.split(",") if isinstance(raw, str) else raw
+        try:
+            return tuple(one(part) for part in parts)
+        except (TypeError, ValueError):
+            raise ValueError(f"must be whole numbers of {low} or more, as 1,2") from None
+
+    return read
+
+
 def texts(raw: Any) -> tuple[str, ...]:
     """A list of texts, each as it stands."""
     parts = [raw] if isinstance(raw, str) else raw

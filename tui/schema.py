@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chatkv.errors import ConfigError
+from chatkv.kv.format import NAMES as KV_NAMES
 from tui import kinds
 
 PREFIX = "CHATKV_"
@@ -98,6 +99,18 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "spec.draft_model", kinds.text, None, "model of the drafter draft_model; unset: none"
+        ),
+        Setting(
+            "kv.dtype",
+            kinds.one_of(*KV_NAMES),
+            "bf16",
+            "how keys and values are held: bf16 (the model's dtype), int8, int4 or fp8",
+        ),
+        Setting(
+            "kv.keep_layers",
+            kinds.wholes(1),
+            (),
+            "layers, from 1, that stay plain where the others are quantised",
         ),
         Setting("kv.codec", kinds.one_of("exact", "off"), "exact", "pages on disk, or none"),
         Setting("kv.disk_max", kinds.size, None, "bytes of kv.db; unset: a tenth of the free disk"),

@@ -132,6 +132,8 @@ def engine_options(settings: Settings, model: str, *, ephemeral: bool) -> dict[s
         "spec": settings["spec.mode"],
         "drafters": list(settings["spec.drafters"]),
         "draft_model": settings["spec.draft_model"],
+        "kv_dtype": settings["kv.dtype"],
+        "keep_layers": list(settings["kv.keep_layers"]),
         "kv_path": str(settings.folders.kv_db) if saves else None,
         "kv_limit_bytes": settings["kv.disk_max"],
         "chat_db": None if ephemeral else str(settings.folders.chat_db),

@@ -28,6 +28,7 @@ from chatkv.attention.cpu_math import (
     SPLIT,
     TILE,
     exp2,
+    fetch,
     load_keys,
     soften,
     store_ratio,
@@ -35,17 +36,8 @@ from chatkv.attention.cpu_math import (
     widen,
 )
 from chatkv.attention.jit import fma, njit, prange
-from chatkv.attention.simd import prefetch
 
 LN2 = math.log(2.0)
-
-
-@njit
-def fetch(flat, slots, start, stop, shift, dim):
-    """Ask for the keys or values of some slots before they are needed."""
-    for i in range(start, stop):
-        for d in range(0, dim, 32):
-            prefetch(flat, slots[i] + shift + d)
 
 
 @njit

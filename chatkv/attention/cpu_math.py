@@ -11,7 +11,15 @@ from numba import types
 from numba.extending import overload
 
 from chatkv.attention.jit import bits_to_float32, float32_to_bits, fma, njit
-from chatkv.attention.simd import LANES, add_weighted_rows, largest_of, sum_of, transpose_bf16
+from chatkv.attention.simd import (
+    LANES,
+    add_weighted_rows,
+    largest_of,
+    prefetch,
+    sum_of,
+    transpose_bf16,
+)
+from chatkv.attention.simd_codes import transpose_rows
 
 SPLIT = 256
 """Logical keys of one softmax. Part of the bits."""
@@ -119,13 +127,47 @@ def _widen(value):
     return lambda value: value
 
 
+def fetch(flat, slots, start, stop, shift, dim):
+    """Ask for the keys or values of some slots before they are needed. `flat` as in `load_keys`."""
+    raise NotImplementedError
+
+
+@overload(fetch)
+def _fetch(flat, slots, start, stop, shift, dim):
+    def ask(flat, slots, start, stop, shift, dim):
+        for i in range(start, stop):
+            for d in range(0, dim, 32):
+                prefetch(flat, slots[i] + shift + d)
+
+    def ask_codes(flat, slots, start, stop, shift, dim):
+        for i in range(start, stop):
+            for d in range(0, dim, 64):
+                prefetch(flat[0], slots[i] + shift + d)
+
+    return ask if isinstance(flat, types.Array) else ask_codes
+
+
 def load_keys(pages, at, dim, tile, lane):
-    """Sixteen neighbours, transposed: tile[d * TILE + lane + i] = pages[at + i * dim + d]."""
+    """Sixteen neighbours, transposed: tile[d * TILE + lane + i] = pages[at + i * dim + d].
+
+    Quantised pages are (codes, scales), `at` a place among the codes.
+    """
     raise NotImplementedError
 
 
 @overload(load_keys)
 def _load_keys(pages, at, dim, tile, lane):
+    if not isinstance(pages, types.Array):
+        per_byte, per_slot = (2, 32) if pages[0].dtype == types.uint8 else (1, 0)
+
+        def load_codes(pages, at, dim, tile, lane):
+            scale_at = at // (dim // per_byte)
+            if per_slot:
+                scale_at *= dim // per_slot
+            transpose_rows(pages[0], at, pages[1], scale_at, dim, tile, lane, TILE)
+
+        return load_codes
+
     def load(pages, at, dim, tile, lane):
         for i in range(LANES):
             for d in range(dim):

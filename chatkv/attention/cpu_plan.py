@@ -28,6 +28,8 @@ class CpuPlan:
 
     arguments: tuple[Any, ...]
     num_workers: int
+    values: tuple[Any, ...] = ()
+    """Quantised pages only: room for the values of a split, see `cpu_quantised`."""
 
 
 class Planner:
@@ -44,8 +46,13 @@ class Planner:
         head_dim: int,
         page_size: int,
         threads: int,
+        columns: int | None = None,
     ) -> CpuPlan:
-        """Lay out one call for every layer of a step."""
+        """Lay out one call for every layer of a step.
+
+        Args:
+            columns: Of a row of codes, if the pages are quantised.
+        """
         starts = np.array(call.q_start_host, np.int64)
         lengths = np.array(call.kv_len_host, np.int64)
         rows, num_rows, longest = np.diff(starts), call.num_rows, int(lengths.max(initial=0))
@@ -75,7 +82,7 @@ class Planner:
             call.window or 0,
             page_size,
             num_kv_heads,
-            head_dim,
+            head_dim if columns is None else columns,
             lists,
             tasks,
             costs,
@@ -97,7 +104,16 @@ class Planner:
         )
         # The kernel works in base 2.
         scale = call.score_scale(head_dim) * math.log2(math.e)
-        return CpuPlan((scale, tasks, shares, lists, room, parts), workers)
+        arguments = (scale, tasks, shares, lists, room, parts)
+        if columns is None:
+            return CpuPlan(arguments, workers)
+        keys = SPLIT + most_rows
+        values = (
+            self._floats("values", workers, keys * head_dim),
+            np.empty((workers, keys), np.int64),
+            np.arange(keys) * head_dim,
+        )
+        return CpuPlan(arguments, workers, values)
 
     def _floats(self, name: str, *shape: int) -> NDArray[np.float32]:
         size = math.prod(shape)

@@ -35,6 +35,7 @@ __all__ = [
 SHARED = (
     "attention/jit.py",
     "attention/simd.py",
+    "attention/simd_codes.py",
     "attention/cpu_math.py",
     "models/lanes.py",
     "models/row_lanes.py",

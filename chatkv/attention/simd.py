@@ -51,7 +51,7 @@ def add_weighted_rows(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weight, row, offset, out = (
-            _data(context, builder, signature, args, i) for i in (2, 5, 7, 10)
+            data_of(context, builder, signature, args, i) for i in (2, 5, 7, 10)
         )
         weight_at, weight_step, shift, offset_at = (args[i] for i in (3, 4, 6, 8))
         count, out_at, out_step = (args[i] for i in (9, 11, 12))
@@ -60,18 +60,18 @@ def add_weighted_rows(
         sums = {cell: cgutils.alloca_once(builder, FLOATS) for cell in cells}
         places = {}
         for o, j in cells:
-            at = _sum(builder, out_at, _times(builder, out_step, o), INDEX(j * LANES))
-            places[o, j] = _place(builder, out, at, FLOATS)
+            at = sum_terms(builder, out_at, times(builder, out_step, o), INDEX(j * LANES))
+            places[o, j] = place_of(builder, out, at, FLOATS)
             builder.store(builder.load(places[o, j], align=4), sums[o, j])
         with cgutils.for_range(builder, count) as loop:
             first = builder.load(builder.gep(offset, [builder.add(offset_at, loop.index)]))
             terms = [
-                _load_row(builder, row, _sum(builder, first, shift, INDEX(j * LANES)))
+                _load_row(builder, row, sum_terms(builder, first, shift, INDEX(j * LANES)))
                 for j in range(wide)
             ]
             for o in range(tall):
-                at = _sum(builder, weight_at, _times(builder, weight_step, o), loop.index)
-                factor = _splat(builder, builder.load(builder.gep(weight, [at])))
+                at = sum_terms(builder, weight_at, times(builder, weight_step, o), loop.index)
+                factor = splat(builder, builder.load(builder.gep(weight, [at])))
                 for j, term in enumerate(terms):
                     total = _fma(builder, factor, term, builder.load(sums[o, j]))
                     builder.store(total, sums[o, j])
@@ -95,30 +95,22 @@ def transpose_bf16(
     signature = types.void(rows, n, n, columns, n, n)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, column = (_data(context, builder, signature, args, i) for i in (0, 3))
+        row, column = (data_of(context, builder, signature, args, i) for i in (0, 3))
         _, row_at, row_step, _, column_at, step = args
         words = []
         for r in range(LANES):
-            at = builder.add(row_at, _times(builder, row_step, r))
-            words.append(builder.load(_place(builder, row, at, WORDS), align=2))
+            at = builder.add(row_at, times(builder, row_step, r))
+            words.append(builder.load(place_of(builder, row, at, WORDS), align=2))
         # A word holds two channels: the words are transposed first and taken apart after.
-        for distance in (8, 4, 2, 1):
-            stays = [lane & distance == 0 for lane in range(LANES)]
-            low = [i if stays[i] else i - distance + LANES for i in range(LANES)]
-            high = [i + distance if stays[i] else i + LANES for i in range(LANES)]
-            for r in range(LANES):
-                if stays[r]:
-                    a, b = words[r], words[r + distance]
-                    words[r] = builder.shuffle_vector(a, b, WORDS(low))
-                    words[r + distance] = builder.shuffle_vector(a, b, WORDS(high))
+        transpose(builder, words, (8, 4, 2, 1))
         for r, word in enumerate(words):
             pair = (
                 builder.shl(word, WORDS([16] * LANES)),
                 builder.and_(word, WORDS([0xFFFF0000] * LANES)),
             )
             for i, bits in enumerate(pair):
-                at = builder.add(column_at, _times(builder, step, 2 * r + i))
-                place = _place(builder, column, at, FLOATS)
+                at = builder.add(column_at, times(builder, step, 2 * r + i))
+                place = place_of(builder, column, at, FLOATS)
                 builder.store(builder.bitcast(bits, FLOATS), place, align=4)
         return context.get_dummy_value()
 
@@ -143,14 +135,14 @@ def sum_of(_context: Any, values: Any, count: Any) -> Any:
 
 def _fold(values: Any, combine: Any, neutral: float) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = _data(context, builder, signature, args, 0)
+        value = data_of(context, builder, signature, args, 0)
         totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(4)]
         for total in totals:
             builder.store(FLOATS([neutral] * LANES), total)
         with cgutils.for_range(builder, builder.udiv(args[1], INDEX(4 * LANES))) as loop:
             for i, total in enumerate(totals):
-                at = builder.add(_times(builder, loop.index, 4 * LANES), INDEX(i * LANES))
-                term = builder.load(_place(builder, value, at, FLOATS), align=4)
+                at = builder.add(times(builder, loop.index, 4 * LANES), INDEX(i * LANES))
+                term = builder.load(place_of(builder, value, at, FLOATS), align=4)
                 builder.store(combine(builder, builder.load(total), term), total)
         a, b, c, d = (builder.load(total) for total in totals)
         total = combine(builder, combine(builder, a, c), combine(builder, b, d))
@@ -169,7 +161,7 @@ def prefetch(_context: Any, array: Any, at: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        base = _data(context, builder, signature, args, 0)
+        base = data_of(context, builder, signature, args, 0)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         # To read, into the second-level cache, as data.
@@ -180,19 +172,32 @@ def prefetch(_context: Any, array: Any, at: Any) -> Any:
     return signature, codegen
 
 
-def _data(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
+def transpose(builder: Any, words: list[Any], distances: tuple[int, ...]) -> None:
+    """Exchange row and lane where they differ in these bits: all four transpose 16 rows of 16."""
+    for distance in distances:
+        stays = [lane & distance == 0 for lane in range(LANES)]
+        low = [i if stays[i] else i - distance + LANES for i in range(LANES)]
+        high = [i + distance if stays[i] else i + LANES for i in range(LANES)]
+        for r in range(len(words)):
+            if stays[r]:
+                a, b = words[r], words[r + distance]
+                words[r] = builder.shuffle_vector(a, b, WORDS(low))
+                words[r + distance] = builder.shuffle_vector(a, b, WORDS(high))
+
+
+def data_of(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
     return context.make_array(signature.args[i])(context, builder, args[i]).data
 
 
-def _place(builder: Any, base: Any, at: Any, vector: Any) -> Any:
+def place_of(builder: Any, base: Any, at: Any, vector: Any) -> Any:
     return builder.bitcast(builder.gep(base, [at]), vector.as_pointer())
 
 
-def _times(builder: Any, step: Any, i: int) -> Any:
+def times(builder: Any, step: Any, i: int) -> Any:
     return builder.mul(step, INDEX(i))
 
 
-def _sum(builder: Any, *terms: Any) -> Any:
+def sum_terms(builder: Any, *terms: Any) -> Any:
     total = terms[0]
     for term in terms[1:]:
         total = builder.add(total, term)
@@ -201,8 +206,8 @@ def _sum(builder: Any, *terms: Any) -> Any:
 
 def _load_row(builder: Any, base: Any, at: Any) -> Any:
     if base.type.pointee == ir.FloatType():
-        return builder.load(_place(builder, base, at, FLOATS), align=4)
-    halves = builder.load(_place(builder, base, at, HALVES), align=2)
+        return builder.load(place_of(builder, base, at, FLOATS), align=4)
+    halves = builder.load(place_of(builder, base, at, HALVES), align=2)
     words = builder.shl(builder.zext(halves, WORDS), WORDS([16] * LANES))
     return builder.bitcast(words, FLOATS)
 
@@ -213,7 +218,7 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
-def _splat(builder: Any, value: Any) -> Any:
+def splat(builder: Any, value: Any) -> Any:
     nothing = ir.Constant(FLOATS, ir.Undefined)
     one = builder.insert_element(nothing, value, ir.IntType(32)(0))
     return builder.shuffle_vector(one, nothing, WORDS([0] * LANES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,14 +27,15 @@ class Staging:
         self._next = 0
         self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def read(self, rows: Tensor) -> Pending:
-        """The bytes of a uint8 view, in order, as they are now whatever is written next."""
+    def read(self, views: Sequence[Tensor]) -> Pending:
+        """The bytes of uint8 views, one behind the other, as they are now whatever is written
+        next."""
         if self._leaving is None:
-            payload = rows.numpy().tobytes()
+            payload = b"".join(rows.numpy().tobytes() for rows in views)
             return lambda: payload
         # Copied in order with the current stream's work, also where they lie in one piece; only the
         # slow way to the host is left to the other stream.
-        rows = rows.clone(memory_format=torch.contiguous_format).view(-1)
+        rows = torch.cat([view.flatten() for view in views])
         buffer = torch.empty(rows.numel(), dtype=torch.uint8, pin_memory=True)
         self._leaving.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._leaving):
@@ -48,15 +49,19 @@ class Staging:
 
         return wait
 
-    def write(self, payload: bytes | memoryview, rows: Tensor) -> None:
-        """Put as many bytes as `rows`, a uint8 view, holds into it."""
+    def write(self, payload: bytes | memoryview, views: Sequence[Tensor]) -> None:
+        """Put as many bytes as the uint8 views hold into them, one behind the other."""
         source = np.frombuffer(payload, dtype=np.uint8)
+        sizes = [rows.numel() for rows in views]
         if self.device.type == "cpu":
-            rows.numpy()[...] = source.reshape(rows.shape)
+            for rows, part in zip(views, np.split(source, np.cumsum(sizes)[:-1]), strict=True):
+                rows.numpy()[...] = part.reshape(rows.shape)
             return
         buffer, done = self._buffer(source.size)
         buffer.numpy()[...] = source
-        rows.copy_(buffer.to(self.device, non_blocking=True).view(rows.shape))
+        parts = torch.split(buffer.to(self.device, non_blocking=True), sizes)
+        for rows, part in zip(views, parts, strict=True):
+            rows.copy_(part.view(rows.shape))
         done.record()
 
     def _buffer(self, size: int) -> tuple[Tensor, torch.cuda.Event]:

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chatkv.attention.store import compact
 from chatkv.kv.pool import PagePool
 
 
@@ -171,7 +170,6 @@ class Reservation:
             raise ValueError(f"Cannot keep rows {list(rows)} of {len(self.slots)}.")
         still = len(rows) if in_place else sum(row == index for index, row in enumerate(rows))
         if still < len(rows):
-            pool = self._table.pool
             src = torch.as_tensor(self.slots[np.array(rows[still:])])
-            compact(pool.data, pool.scales, src, torch.as_tensor(self.slots[still : len(rows)]))
+            self._table.pool.compact(src, torch.as_tensor(self.slots[still : len(rows)]))
         self._table.length += len(rows)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from chatkv.attention.triton_tiles import load_tile
 from chatkv.models.launch_options import EXACT, pdl_options
 
 NUMERICS = "chunks-2"
@@ -58,23 +59,34 @@ class Chunking:
 
 
 def attend_chunk(
-    q: Tensor, pages: Tensor, table: Tensor, span: Tensor, out: Tensor, *, pdl: bool = False
-) -> None:
+    q: Tensor, pages: Tensor, table: Tensor, span: Tensor, out: Tensor,
+    scales: Tensor | None = None, *, pdl: bool = False,
+) -> None:  # fmt: skip
     """Attention of the rows of one chunk: each sees all slots up to its own.
 
     Args:
         q: [C, HQ, D], the rows of slots start to start + C.
-        pages: [P, 2, HK, S, D] of one layer, contiguous, the new rows stored.
+        pages: [P, 2, HK, S, D] of one layer ([..., D / 2] for int4), contiguous, the new rows
+            stored.
         table: [M] int32 page ids of the sequence.
         span: [3] int32 on the device: start, the first new slot, the end of the new slots. Other
             rows are padding; slots behind the end are not read.
         out: [C, HQ, D], filled but for blocks of nothing but padding. May be q.
+        scales: [P, 2, HK, S, C] of quantised pages, contiguous; else None.
     """
     rows, heads, dim = q.shape
     kv_heads, page = pages.shape[2:4]
-    _attend[(heads, triton.cdiv(rows, ROWS_A_PROGRAM))](
+    kernel, stored, codes = _attend, (pages,), {}
+    if scales is not None:
+        kernel, stored = _attend_codes, (pages, scales)
+        codes = {
+            "COLUMNS": pages.shape[4],
+            "PER_SLOT": scales.shape[4],
+            "CODE": 2 if pages.dtype == torch.uint8 else 1,
+        }
+    kernel[(heads, triton.cdiv(rows, ROWS_A_PROGRAM))](
         q,
-        pages,
+        *stored,
         table,
         span,
         out,
@@ -88,6 +100,7 @@ def attend_chunk(
         BLOCK_M=ROWS_A_PROGRAM,
         BLOCK_N=min(KEYS_A_TURN, page),
         PDL=pdl,
+        **codes,
         num_warps=4 if dim <= 128 else 8,
         num_stages=3 if dim <= 128 else 2,
         **EXACT,
@@ -176,5 +189,61 @@ def _attend(
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         scores = tl.where((slot + lane)[None, :] <= (start + m)[:, None], scores, float("-inf"))
         row_max, row_sum, acc = _fold(scores, values, row_max, row_sum, acc, factor)
+    result = acc / row_sum[:, None]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=is_data)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _attend_codes(
+    q, pages, scales, table, span, out, rows, factor,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, PER_SLOT: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """`_attend` over quantised pages: one loop, in which every turn is masked."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    head = tl.program_id(0)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    start = tl.load(span)
+    stop = tl.load(span + 2)
+    begin = start + block * BLOCK_M
+    if (begin >= stop) | (begin + BLOCK_M <= tl.load(span + 1)):
+        return
+    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DIM_PAD)
+    lane = tl.arange(0, BLOCK_N)
+    is_data = (m < rows)[:, None] & (d < DIM)[None, :]
+    at = (m.to(tl.int64)[:, None] * HEADS + head) * DIM + d[None, :]
+    queries = tl.load(q + at, mask=is_data, other=0.0)
+    dtype: tl.constexpr = q.dtype.element_ty
+    SLOTS: tl.constexpr = HEADS // GROUP * PAGE
+    row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    for slot in tl.range(0, tl.minimum(begin + BLOCK_M, stop), BLOCK_N):
+        page = tl.load(table + slot // PAGE).to(tl.int64)
+        line = page * (2 * SLOTS) + head // GROUP * PAGE + slot % PAGE
+        seen = slot + lane < stop
+        keys, k_factor = load_tile(
+            pages + line * COLUMNS, scales + line * PER_SLOT, lane * COLUMNS, lane * PER_SLOT,
+            seen, DIM, DIM_PAD, CODE, dtype,
+        )  # fmt: skip
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * k_factor[None, :]
+        scores = tl.where((slot + lane)[None, :] <= (start + m)[:, None], scores, float("-inf"))
+        line += SLOTS
+        values, v_factor = load_tile(
+            pages + line * COLUMNS, scales + line * PER_SLOT, lane * COLUMNS, lane * PER_SLOT,
+            seen, DIM, DIM_PAD, CODE, dtype,
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        minus_max = -(new_max * factor)
+        weight = tl.exp2((row_max - new_max) * factor)
+        p = tl.exp2(tl.fma(scores, factor, minus_max[:, None]))
+        row_sum = tl.fma(row_sum, weight, tl.sum(p, 1))
+        p = (p * v_factor[None, :]).to(dtype)
+        acc = tl.dot(p, values, acc * weight[:, None], input_precision="ieee")
+        row_max = new_max
     result = acc / row_sum[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_data)

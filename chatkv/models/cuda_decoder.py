@@ -13,16 +13,22 @@ import numpy as np
 import torch
 
 from chatkv.attention.triton_tree import TritonBackend
-from chatkv.kv.pool import PagePool
+from chatkv.kv.format import PLAIN, KVFormat
+from chatkv.kv.pool import CODES, PagePool
 from chatkv.models.catalog import ModelFile
 from chatkv.models.chunk_graphs import ChunkGraphs
 from chatkv.models.cuda_layers import CONTEXT_LIMIT, PAGE_SIZE, Layers, Linear
-from chatkv.models.cuda_load import expect_exact_attention, load_weights, numerics_of
+from chatkv.models.cuda_load import (
+    expect_exact_attention,
+    expect_format,
+    load_weights,
+    numerics_of,
+)
 from chatkv.models.cuda_logits import DeviceLogits
 from chatkv.models.dense import HEADROOM_BYTES, DenseWeights
 from chatkv.models.graphs import ROWS, DeviceRows, StepGraphs
 from chatkv.models.model import ForwardBatch
-from chatkv.models.row_check import check_rows
+from chatkv.models.row_check import check_rows, expect_exact_heads
 from chatkv.models.spec import ModelSpec
 from chatkv.tokenizer import Tokenizer
 
@@ -66,6 +72,7 @@ class CudaDecoder:
         self.layers = Layers(replace(weights, spec=spec), self.backend, linear)
         self.graphs = StepGraphs(self.layers, capture=capture)
         self.chunks = ChunkGraphs(self.layers, capture=capture)
+        self._checked = checked
         if checked:
             expect_exact_attention(self.backend, spec, weights)
             self.layers.pieces = check_rows(self.layers, CHECKED_ROWS)
@@ -109,24 +116,36 @@ class CudaDecoder:
         backend = self.backend
         return f"{backend.name}/{backend.mode}/{backend.numerics}/{self.spec.numerics}"
 
-    def identity(self, page_tokens: int) -> dict[str, object]:
+    def identity(self, page_tokens: int, kv: KVFormat = PLAIN) -> dict[str, object]:
         """Everything that changes the bits of a page, for the fingerprint."""
+        expect_format(kv, self.spec, self.layers.device)
+        dtype = self.layers.weights.dtype
         about: dict[str, object] = dict(self.spec.identity(page_tokens, self.backend_name))
-        return {**about, "pool_dtype": str(self.layers.weights.dtype).removeprefix("torch.")}
+        about["pool_dtype"] = str(dtype).removeprefix("torch.")
+        return kv.identity(about, dtype.itemsize)
 
-    def pool_tokens(self, context_limit: int) -> int:
+    def pool_tokens(self, context_limit: int, kv: KVFormat = PLAIN) -> int:
         """Two contexts, or one where the device has less room."""
-        spec, dtype = self.spec, self.layers.weights.dtype
-        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        spec, itemsize = self.spec, self.layers.weights.dtype.itemsize
+        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+        token_bytes = kv.token_bytes(*shape, itemsize)
         if self.layers.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.layers.device)[0] - HEADROOM_BYTES
             if 2 * context_limit * token_bytes > free:
                 return context_limit
         return 2 * context_limit
 
-    def new_pool(self, num_tokens: int) -> PagePool:
-        """A pool on the device for at least so many tokens of this model."""
+    def new_pool(self, num_tokens: int, kv: KVFormat = PLAIN) -> PagePool:
+        """A pool on the device for at least so many tokens of this model.
+
+        Raises:
+            BackendUnavailable: The device has no such pages, or does not keep bits with them.
+        """
         spec = self.spec
+        expect_format(kv, spec, self.layers.device)
+        if kv.is_quantised and self._checked:
+            expect_exact_attention(self.backend, spec, self.layers.weights, CODES[kv.name])
+            expect_exact_heads(self.layers, CHECKED_ROWS)
         return PagePool(
             num_pages=-(-num_tokens // self.page_size),
             page_size=self.page_size,
@@ -134,6 +153,7 @@ class CudaDecoder:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=self.layers.weights.dtype,
+            kv=kv,
             device=self.layers.device,
         )
 

@@ -133,8 +133,10 @@ class Layers:
         layer = self.weights.layers[0]
         return max(skinny_tiles.split_tile(*weight.shape).split for weight in (layer.o, layer.down))
 
-    def room(self, rows: int, *, with_logits: bool = True, chunk: bool = False) -> Room:
-        """Buffers for that many rows."""
+    def room(
+        self, rows: int, *, with_logits: bool = True, chunk: bool = False, codes: bool = False
+    ) -> Room:
+        """Buffers for that many rows; `codes` for a step over quantised pages."""
         spec = self.spec
         like: dict[str, Any] = {"dtype": self.weights.dtype, "device": self.device}
         floats: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
@@ -148,7 +150,9 @@ class Layers:
             x=torch.zeros(rows, hidden, **like),
             squares=torch.zeros(rows, blocks, **floats),
             qkv=torch.zeros(
-                0 if own and self.rotates else rows, width, **(floats if own else like)
+                0 if own and self.rotates and not codes else rows,
+                width,
+                **(floats if own else like),
             ),
             q=torch.zeros(rows, spec.num_heads, spec.head_dim, **like),
             parts=torch.zeros(self.splits if own and not narrow else 0, rows, hidden, **floats),
@@ -166,9 +170,10 @@ class Layers:
             rows.call, spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size
         )
         x = self._begin(rows, room)
-        for place, (layer, pages) in enumerate(zip(weights.layers, pool.data, strict=True)):
-            self._project_heads(layer, self._rotaries[place], x, rows, room, pages)
-            attended, _ = self.backend.attend(rows.call, room.q, pages, plan=plan)
+        for place, (layer, stored) in enumerate(zip(weights.layers, pool.layers, strict=True)):
+            self._project_heads(layer, self._rotaries[place], x, rows, room, *stored)
+            pages, scales = stored
+            attended, _ = self.backend.attend(rows.call, room.q, pages, scales=scales, plan=plan)
             self._add(attended.flatten(1), layer.o, self._norms[2 * place + 1], room)
             if self.linear == "triton":
                 skinny.gate_project(x, layer.gate_up, room.act, pdl=self.pdl)
@@ -205,9 +210,10 @@ class Layers:
 
     def _project_heads(
         self, layer: DenseLayer, rotary: Rotary, x: Tensor | Scaled, rows: Rows, room: Room,
-        pages: Tensor,
+        pages: Tensor, scales: Tensor | None,
     ) -> None:  # fmt: skip
-        if self.linear == "triton" and self.rotates:
+        # A scale is over a whole head, and a program of that product has a part of one.
+        if self.linear == "triton" and self.rotates and scales is None:
             skinny.rotate_project(
                 x, layer.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages,
                 pdl=self.pdl,
@@ -218,8 +224,9 @@ class Layers:
         else:
             self.multiply(room.x, layer.qkv, room.qkv)
         rotate_rows(
-            room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages, pdl=self.pdl
-        )
+            room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages, scales,
+            pdl=self.pdl,
+        )  # fmt: skip
 
     def _add(self, rows: Tensor, weight: Tensor, norm: Tensor, room: Room) -> None:
         """Add a product to the residual, and norm that for the next product."""
@@ -267,17 +274,19 @@ class Layers:
         eps, pdl = self.spec.norm_eps, self.pdl and len(rows.tokens) <= PDL_ROWS
         fused.embed_rows(rows.tokens, self.weights.embedding, room.hidden, pdl=pdl)
         delta: Tensor | None = None
-        for place, (layer, pages) in enumerate(zip(self.weights.layers, pool.data, strict=True)):
+        for place, (layer, (pages, scales)) in enumerate(
+            zip(self.weights.layers, pool.layers, strict=True)
+        ):
             rotary = self._rotaries[place]
             fused.norm_rows(room.hidden, delta, layer.attention_norm, eps, room.x, pdl=pdl)
             if tap is not None and place:
                 tap(place)
             library_product(room.x, layer.qkv, room.qkv)
             rotate_rows(
-                room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages,
+                room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages, scales,
                 heads_a_program=CHUNK_HEADS, pdl=pdl,
             )  # fmt: skip
-            attend_chunk(room.q, pages, table, span, room.q, pdl=pdl)
+            attend_chunk(room.q, pages, table, span, room.q, scales, pdl=pdl)
             library_product(room.q.flatten(1), layer.o, room.x)
             fused.norm_rows(room.hidden, room.x, layer.feed_norm, eps, room.x, pdl=pdl)
             library_product(room.x, layer.gate_up, room.gate_up)

@@ -10,6 +10,7 @@ import triton
 from chatkv.attention.triton_check import Shape, problem
 from chatkv.attention.triton_tree import LARGEST_HEAD, TritonBackend
 from chatkv.errors import BackendUnavailable, ModelError
+from chatkv.kv.format import KVFormat
 from chatkv.models import chunks, dense, random_model, weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.cuda_layers import PAGE_SIZE
@@ -20,6 +21,8 @@ from chatkv.tokenizer import Tokenizer
 
 HEAD_UNIT = 32
 """Half of it is the fewest columns of a product that rotates."""
+FP8_OLDEST = (8, 9)
+"""Compute capability that converts float8_e4m3fn."""
 VERSION = 1
 """Of our own kernels' arithmetic."""
 Progress = Callable[[str, int, int], None]
@@ -72,8 +75,38 @@ def expect_shape(spec: ModelSpec) -> None:
         )
 
 
-def expect_exact_attention(backend: TritonBackend, spec: ModelSpec, model: DenseWeights) -> None:
+def expect_format(kv: KVFormat, spec: ModelSpec, device: torch.device) -> None:
+    """Raise unless the kernels serve a model with such pages on the device.
+
+    Raises:
+        BackendUnavailable: They do not, with the numbers.
+    """
+    dim = spec.head_dim
+    if kv.name == "int4" and (dim < 64 or dim & (dim - 1)):
+        raise BackendUnavailable(
+            f"int4 K/V pages need heads of 64, 128 or 256 channels; {spec.name} has {dim}.",
+            hint="Use --kv-dtype int8.",
+        )
+    if kv.name == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_OLDEST:
+            raise BackendUnavailable(
+                f"fp8 K/V pages need compute capability 8.9; {device} has "
+                f"{capability[0]}.{capability[1]}.",
+                hint="Use --kv-dtype int8, which is as small.",
+            )
+
+
+def expect_exact_attention(
+    backend: TritonBackend,
+    spec: ModelSpec,
+    model: DenseWeights,
+    page_dtype: torch.dtype | None = None,
+) -> None:
     """Run random trees of the model's shape through the backend, on a device.
+
+    Args:
+        page_dtype: Of quantised pages; None is the model's own.
 
     Raises:
         BackendUnavailable: Attention is wrong here, or a tree's bits are not plain decoding's.
@@ -86,6 +119,7 @@ def expect_exact_attention(backend: TritonBackend, spec: ModelSpec, model: Dense
         head_dim=spec.head_dim,
         page_size=PAGE_SIZE,
         dtype=model.dtype,
+        page_dtype=page_dtype,
         device=str(model.device),
     )
     found = problem(backend, shape)

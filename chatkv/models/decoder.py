@@ -19,7 +19,10 @@ import torch
 
 from chatkv.attention.call import AttentionCall
 from chatkv.attention.cpu import CpuBackend
+from chatkv.attention.cpu_plan import CpuPlan
 from chatkv.attention.jit import set_threads
+from chatkv.errors import BackendUnavailable
+from chatkv.kv.format import PLAIN, KVFormat
 from chatkv.kv.pool import PagePool
 from chatkv.models import block, weights
 from chatkv.models.catalog import ModelFile
@@ -34,6 +37,8 @@ from chatkv.tokenizer import Tokenizer
 __all__ = ["Decoder", "ForwardBatch", "ModelSpec"]
 
 Progress = Callable[[str, int, int], None]
+Stored = tuple[np.ndarray, np.ndarray | None]
+"""Rows of one layer as the kernels take them: bfloat16 bits, or codes and the bits of scales."""
 
 
 class Decoder:
@@ -74,6 +79,9 @@ class Decoder:
         self._room = np.empty((0, spec.vocab_size), np.float32)
         self._taps: tuple[int, ...] = ()
         self._tapped = np.empty((0, rows, spec.hidden_size), np.float32)
+        self._nowhere = np.full(rows, -1, np.int64)
+        self._no_pages = np.zeros((0, 2, kv_heads, self.page_size, dim), np.uint16)
+        self._stored: tuple[PagePool | None, list[Stored]] = (None, [])
 
     @classmethod
     def load(
@@ -98,16 +106,22 @@ class Decoder:
         backend = self.backend
         return f"{backend.name}/{backend.mode}/{backend.numerics}/{self.spec.numerics}"
 
-    def identity(self, page_tokens: int) -> dict[str, object]:
+    def identity(self, page_tokens: int, kv: KVFormat = PLAIN) -> dict[str, object]:
         """Everything that changes the bits of a page, for the fingerprint."""
-        return {**self.spec.identity(page_tokens, self.backend_name)}
+        self._expect_format(kv)
+        return kv.identity(self.spec.identity(page_tokens, self.backend_name), 2)
 
-    def pool_tokens(self, context_limit: int) -> int:
+    def pool_tokens(self, context_limit: int, kv: KVFormat = PLAIN) -> int:
         """Two contexts: the system gives memory only to pages that are used."""
         return 2 * context_limit
 
-    def new_pool(self, num_tokens: int) -> PagePool:
-        """A pool for at least so many tokens of this model."""
+    def new_pool(self, num_tokens: int, kv: KVFormat = PLAIN) -> PagePool:
+        """A pool for at least so many tokens of this model.
+
+        Raises:
+            BackendUnavailable: The CPU has no such pages.
+        """
+        self._expect_format(kv)
         spec = self.spec
         return PagePool(
             num_pages=-(-num_tokens // self.page_size),
@@ -115,7 +129,20 @@ class Decoder:
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            kv=kv,
         )
+
+    def _expect_format(self, kv: KVFormat) -> None:
+        dim = self.spec.head_dim
+        if kv.name == "fp8":
+            raise BackendUnavailable(
+                "The CPU has no fp8 K/V pages.", hint="Use --kv-dtype int8, which is as small."
+            )
+        if kv.name == "int4" and dim % 64:
+            raise BackendUnavailable(
+                f"int4 K/V pages need heads of 64 n channels; {self.spec.name} has {dim}.",
+                hint="Use --kv-dtype int8.",
+            )
 
     def chunk(self, offset: int) -> tuple[int, int]:
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
@@ -222,24 +249,22 @@ class Decoder:
         last `tapped`.
         """
         spec, rows = self.spec, len(tokens)
-        pages = pool.data.view(torch.uint16).numpy()
-        plan = self.backend.plan(
-            call, spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size
-        )
+        stored = self._stored_in(pool)
+        plans = self._plans(call, pool)
         self._start(tokens)
         cos, sin = self._angles(positions)
         slots = np.ascontiguousarray(slots, np.int64)
         q, attended = self._q[:rows], self._attended[:rows]
         last = spec.num_layers - 1
         for layer in range(last):
-            self._before(layer, rows, cos, sin, slots, q, pages[layer])
-            self.backend.attend_rows(plan, q, pages[layer], attended)
+            self._before(layer, rows, cos, sin, slots, q, stored[layer])
+            self._attend(plans, q, stored[layer], attended)
             self._after(layer, rows, attended)
             self._keep_tap(layer + 1, rows)
-        self._before(last, rows, cos, sin, slots, q, pages[last])
+        self._before(last, rows, cos, sin, slots, q, stored[last])
         if wanted is not None and not len(wanted) and not tapped:
             return self._logits(0)
-        self.backend.attend_rows(plan, q, pages[last], attended)
+        self._attend(plans, q, stored[last], attended)
         if wanted is not None:
             # Keys and values are stored; only rows that something is wanted of have more to do.
             kept = wanted if not tapped else np.arange(rows - tapped, rows)
@@ -253,6 +278,34 @@ class Decoder:
             rows = len(wanted)
             self._hidden[:rows] = self._hidden[wanted]
         return self._logits(rows)
+
+    def _stored_in(self, pool: PagePool) -> list[Stored]:
+        """The layers of a pool, looked up once."""
+        if self._stored[0] is not pool:
+            layers: list[Stored] = [
+                (rows.view(torch.uint16).numpy(), None)
+                if scales is None
+                else (rows.numpy(), scales.view(torch.uint16).numpy())
+                for rows, scales in pool.layers
+            ]
+            self._stored = (pool, layers)
+        return self._stored[1]
+
+    def _plans(self, call: AttentionCall, pool: PagePool) -> dict[int, CpuPlan]:
+        """A plan by the columns of a row, 0 for rows that are stored plain."""
+        spec, kv = self.spec, pool.kv
+        kinds = {0} if pool.scales is None else {kv.code_columns(spec.head_dim)}
+        if kv.keep_layers:
+            kinds.add(0)
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size)
+        return {columns: self.backend.plan(call, *shape, columns or None) for columns in kinds}
+
+    def _attend(
+        self, plans: dict[int, CpuPlan], q: np.ndarray, stored: Stored, out: np.ndarray
+    ) -> None:
+        pages, scales = stored
+        plan = plans[0 if scales is None else pages.shape[-1]]
+        self.backend.attend_rows(plan, q, pages, out, scales=scales)
 
     def _keep_tap(self, layer: int, rows: int) -> None:
         for place, tap in enumerate(self._taps):  # a model of few layers has one more than once
@@ -285,12 +338,20 @@ class Decoder:
         sin: np.ndarray,
         slots: np.ndarray,
         q: np.ndarray,
-        pages: np.ndarray,
+        stored: Stored,
     ) -> None:
+        pages, scales = stored
+        bits, places = (pages, slots) if scales is None else (self._no_pages, self._nowhere[:rows])
         block.before_attention(
             layer, rows, self.threads, self._weights.data, self._table, self._norms, self._eps,
-            self._hidden, *self._normed, self._qkv, cos, sin, slots, q, pages,
+            self._hidden, *self._normed, self._qkv, cos, sin, places, q, bits,
         )  # fmt: skip
+        if scales is not None:
+            # Imported here: compiled for those who have such pages.
+            from chatkv.models.codes import store_codes
+
+            heads = self.spec.num_heads
+            store_codes(rows, heads, self._qkv, cos, sin, slots, pages, scales)
 
     def _after(self, layer: int, rows: int, attended: np.ndarray) -> None:
         block.after_attention(

@@ -143,7 +143,8 @@ class CapturedStep:
             },
             device,
         )
-        self.room = layers.room(bucket.rows, with_logits=bucket.want_logits)
+        codes = pool.scales is not None
+        self.room = layers.room(bucket.rows, with_logits=bucket.want_logits, codes=codes)
         self.picks = PickRoom.of(**self.settings.device)
         self._picked = torch.zeros(bucket.rows, dtype=ints, pin_memory=device.type == "cuda")
         there = self.inputs.device

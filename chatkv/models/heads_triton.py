@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from chatkv.attention.store import write_rows_plain
+from chatkv.attention.triton_store import CODE_LIMITS, CODES, code_of, round_code, scale_of
 from chatkv.models.launch_options import EXACT, pdl_options
 
 
@@ -51,6 +53,7 @@ def rotate_rows(
     slots: Tensor,
     q: Tensor,
     pages: Tensor,
+    scales: Tensor | None = None,
     *,
     heads_a_program: int = 1,
     pdl: bool = False,
@@ -63,7 +66,8 @@ def rotate_rows(
         positions: [T] int32.
         slots: [T] int64 physical; -1 stores nothing.
         q: [T, HQ, D], filled.
-        pages: [P, 2, HK, S, D] of one layer, contiguous, modified.
+        pages: [P, 2, HK, S, D] of one layer ([..., D / 2] for int4), contiguous, modified.
+        scales: [P, 2, HK, S, C] float16 of quantised pages, contiguous, modified; else None.
         heads_a_program: Part of the bits when heads are normed.
     """
     rows = len(qkv)
@@ -80,6 +84,7 @@ def rotate_rows(
         slots,
         q,
         pages,
+        pages if scales is None else scales,
         rotary.eps,
         HEADS=rotary.num_heads,
         KV_HEADS=rotary.num_kv_heads,
@@ -87,6 +92,8 @@ def rotate_rows(
         HALF_PAD=triton.next_power_of_2(half),
         BLOCK=heads_a_program,
         PAGE=pages.shape[3],
+        CODE=CODES.get(pages.dtype, 0),
+        LIMIT=CODE_LIMITS.get(pages.dtype, 0.0),
         HAS_BIAS=bias is not None,
         HAS_NORM=has_norm,
         PDL=pdl,
@@ -104,6 +111,7 @@ def rotate_rows_plain(
     slots: Tensor,
     q: Tensor,
     pages: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     heads, kv_heads = rotary.num_heads, rotary.num_kv_heads
     rows = qkv.float() if bias is None else qkv.float() + bias
@@ -117,10 +125,7 @@ def rotate_rows_plain(
         a, b = part.chunk(2, -1)
         parts[place] = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     q.copy_(parts[0])
-    kept = slots >= 0
-    page, offset = slots[kept] // pages.shape[3], slots[kept] % pages.shape[3]
-    pages[page, 0, :, offset] = parts[1][kept].to(pages.dtype)
-    pages[page, 1, :, offset] = parts[2][kept].to(pages.dtype)
+    write_rows_plain(parts[1], parts[2], pages, scales, slots)
 
 
 @triton.jit
@@ -149,11 +154,58 @@ def store_heads(
 
 
 @triton.jit
+def store_codes(
+    low, high, head, at, t, slot, q, pages, scales,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    CODE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """`store_heads` into quantised pages; both halves of a head are here whole, [heads, HALF_PAD].
+
+    A row's codes depend on the row alone. CODE and LIMIT as in `triton_store.write_kernel`.
+    """
+    dtype: tl.constexpr = q.dtype.element_ty
+    inside = at < HALF
+    is_q = (head < HEADS) & inside
+    out = q + (t * HEADS + head) * (2 * HALF) + at
+    tl.store(out, low.to(dtype), mask=is_q)
+    tl.store(out + HALF, high.to(dtype), mask=is_q)
+    is_value = head >= HEADS + KV_HEADS
+    kv_head = head - HEADS - tl.where(is_value, KV_HEADS, 0)
+    is_kv = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & (slot >= 0)
+    line = ((slot // PAGE * 2 + is_value.to(tl.int32)) * KV_HEADS + kv_head) * PAGE + slot % PAGE
+    low = tl.where(inside, low, 0.0)
+    high = tl.where(inside, high, 0.0)
+    if CODE == 2:
+        GROUPS: tl.constexpr = HALF // 32
+        BLOCK: tl.constexpr = low.shape[0]
+        low = tl.reshape(low, (BLOCK, GROUPS, 32))
+        high = tl.reshape(high, (BLOCK, GROUPS, 32))
+        low_scale = scale_of(low, LIMIT, 2)
+        high_scale = scale_of(high, LIMIT, 2)
+        low_code = round_code(code_of(low, low_scale[:, :, None], LIMIT), CODE)
+        high_code = round_code(code_of(high, high_scale[:, :, None], LIMIT), CODE)
+        byte = (low_code + 8.0).to(tl.int32) | ((high_code + 8.0).to(tl.int32) << 4)
+        byte = tl.reshape(byte, (BLOCK, HALF)).to(tl.uint8)
+        tl.store(pages + line * HALF + at, byte, mask=is_kv & inside)
+        place = scales + line * (2 * GROUPS) + tl.arange(0, GROUPS)[None, :]
+        tl.store(place, low_scale, mask=is_kv)
+        tl.store(place + GROUPS, high_scale, mask=is_kv)
+    else:
+        scale = scale_of(tl.maximum(tl.abs(low), tl.abs(high)), LIMIT, 1)[:, None]
+        out = pages + line * (2 * HALF) + at
+        code = round_code(code_of(low, scale, LIMIT), CODE)
+        tl.store(out, code.to(pages.dtype.element_ty), mask=is_kv & inside)
+        code = round_code(code_of(high, scale, LIMIT), CODE)
+        tl.store(out + HALF, code.to(pages.dtype.element_ty), mask=is_kv & inside)
+        tl.store(scales + line, scale, mask=is_kv)
+
+
+@triton.jit
 def _rotate(
-    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, q, pages, eps,
+    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, q, pages, scales, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, CODE: tl.constexpr, LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -186,8 +238,15 @@ def _rotate(
     angle = tl.load(positions + t).to(tl.int64) * HALF + at + head * 0
     c = tl.load(cos + angle, mask=is_turned, other=1.0)
     s = tl.load(sin + angle, mask=is_turned, other=0.0)
-    slot = tl.load(slots + t + head * 0)
-    store_heads(
-        low * c - high * s, high * c + low * s, head, at, t, slot, q, pages,
-        HEADS, KV_HEADS, HALF, PAGE,
-    )  # fmt: skip
+    turned = low * c - high * s
+    high = high * c + low * s
+    if CODE:
+        # One slot for all heads of the program.
+        slot = tl.load(slots + t) + head.to(tl.int64) * 0
+        store_codes(
+            turned, high, head, at, t, slot, q, pages, scales,
+            HEADS, KV_HEADS, HALF, PAGE, CODE, LIMIT,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots + t + head * 0)
+        store_heads(turned, high, head, at, t, slot, q, pages, HEADS, KV_HEADS, HALF, PAGE)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chatkv.attention.call import AttentionCall
+from chatkv.kv.format import PLAIN, KVFormat
 from chatkv.kv.pool import PagePool
 from chatkv.models.spec import ModelSpec
 from chatkv.tokenizer import Tokenizer
@@ -73,16 +74,24 @@ class Model(Protocol):
         """Rows a step may have without any row's bits depending on the others."""
         ...
 
-    def identity(self, page_tokens: int) -> dict[str, object]:
-        """Everything that changes the bits of a page, for the fingerprint."""
+    def identity(self, page_tokens: int, kv: KVFormat = PLAIN) -> dict[str, object]:
+        """Everything that changes the bits of a page in that format, for the fingerprint.
+
+        Raises:
+            BackendUnavailable: The device has no such pages.
+        """
         ...
 
-    def pool_tokens(self, context_limit: int) -> int:
+    def pool_tokens(self, context_limit: int, kv: KVFormat = PLAIN) -> int:
         """Tokens of the pool when nobody says: two contexts, or one where there is less room."""
         ...
 
-    def new_pool(self, num_tokens: int) -> PagePool:
-        """A pool for at least so many tokens of this model."""
+    def new_pool(self, num_tokens: int, kv: KVFormat = PLAIN) -> PagePool:
+        """A pool for at least so many tokens of this model.
+
+        Raises:
+            BackendUnavailable: The device has no such pages.
+        """
         ...
 
     def chunk(self, offset: int) -> tuple[int, int]:

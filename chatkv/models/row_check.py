@@ -64,15 +64,10 @@ def check_rows(layers: Layers, counts: Sequence[int]) -> dict[tuple[int, int, in
         width = weight.shape[1]
         rows = torch.randn(SAMPLE, width, generator=generator, device=layers.device)
         rows = rows.to(layers.weights.dtype)
-        size, base = _base(product, rows, (ROWS,) if layers.linear == "triton" else BASES)
         if layers.linear == "triton":
-            bad = [c for c in counts if not size or not keeps_bits(product, rows, base, c)]
-            if bad:
-                raise BackendUnavailable(
-                    f"The {name} of {layers.spec.name} gives a row other bits among {bad[0]} rows.",
-                    hint="Report the device and driver; --device cpu runs.",
-                )
+            _expect_own(name, product, rows, counts, layers.spec.name)
             continue
+        size, base = _base(product, rows, BASES)
         if not size:
             raise BackendUnavailable(
                 f"The library's {name} gives the same row different bits from call to call.",
@@ -82,6 +77,33 @@ def check_rows(layers: Layers, counts: Sequence[int]) -> dict[tuple[int, int, in
             whole = keeps_bits(product, rows, base, count)
             pieces[count, len(weight), width] = count if whole else min(size, count)
     return pieces
+
+
+def expect_exact_heads(layers: Layers, counts: Sequence[int]) -> None:
+    """Look at the product of queries, keys and values that a step over quantised pages has.
+
+    Raises:
+        BackendUnavailable: It does not keep bits here.
+    """
+    if layers.linear != "triton":
+        return  # that of the other steps
+    weight = layers.weights.layers[0].qkv
+    product = _own("head", layers, weight)
+    generator = torch.Generator(layers.device).manual_seed(1)
+    rows = torch.randn(SAMPLE, weight.shape[1], generator=generator, device=layers.device)
+    _expect_own("qkv", product, rows.to(layers.weights.dtype), counts, layers.spec.name)
+
+
+def _expect_own(
+    name: str, product: Product, rows: Tensor, counts: Sequence[int], model: str
+) -> None:
+    size, base = _base(product, rows, (ROWS,))
+    bad = [c for c in counts if not size or not keeps_bits(product, rows, base, c)]
+    if bad:
+        raise BackendUnavailable(
+            f"The {name} of {model} gives a row other bits among {bad[0]} rows.",
+            hint="Report the device and driver; --device cpu runs.",
+        )
 
 
 def _base(product: Product, rows: Tensor, sizes: Sequence[int]) -> tuple[int, Tensor]:

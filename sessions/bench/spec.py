@@ -43,6 +43,8 @@ class Request:
     drafters: tuple[str, ...] = ("ngram",)
     draft_model: str | None = None
     device: str = "auto"
+    kv_dtype: str = "bf16"
+    keep_layers: tuple[int, ...] = ()
     threads: int | None = None
     rounds: int = 1
     """Times each prompt is played plain, drafted, drafted, plain."""
@@ -121,6 +123,10 @@ class _Bench:
     ) -> None:
         self.request, self.prompts, self.names = request, prompts, names
         self.categories = _categories(request.prompts)
+        self.held: dict[str, Any] = {
+            "kv_dtype": request.kv_dtype,
+            "keep_layers": request.keep_layers,
+        }
         model, self.notice = load_model(file, request.device, threads=request.threads)
         # Captured steps belong to one pool: on a device two engines that take turns need two.
         self.is_cuda = model.device.startswith("cuda")
@@ -141,7 +147,7 @@ class _Bench:
         made: list[Engine] = []
 
         def first() -> None:
-            made.append(Engine(plain, EngineConfig(spec="none", drafters=())))
+            made.append(Engine(plain, EngineConfig(spec="none", drafters=(), **self.held)))
             play(made[0], prompts[0], self._params(0, request.temperatures[0]))
 
         if not self.is_cuda:
@@ -153,7 +159,7 @@ class _Bench:
     def run(self, temperature: float, mode: str, progress: Callable[[str], None]) -> None:
         """Measure one temperature in one mode, with an engine that has drafted nothing yet."""
         log = TokenIndex()
-        config = EngineConfig(spec=mode, drafters=self.names)
+        config = EngineConfig(spec=mode, drafters=self.names, **self.held)
         made: list[Duel] = []
 
         def first() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from chatkv.attention import reference
 from chatkv.attention.backends import Backend
 from chatkv.attention.call import AttentionCall
+from chatkv.attention.store import quantise
 
 # Rounding of the output's own dtype, and of sums in float32; lse is float32 for every dtype.
 TOLERANCE = {
@@ -58,10 +59,18 @@ class Case:
     q: Tensor
     pages: Tensor
     parents: list[list[int]]
+    scales: Tensor | None = None
+
+    def quantised(self, dtype: torch.dtype) -> Case:
+        """The same call over codes of the same values; what no row may read has scale NaN."""
+        unread = ~torch.isfinite(self.pages.float()) | (self.pages.float().abs() > HUGE / 2)
+        codes, scales = quantise(self.pages.float().masked_fill(unread, 0), dtype)
+        scales[unread.any(-1)] = torch.nan
+        return replace(self, pages=codes, scales=scales)
 
     def serve(self, backend: Backend) -> tuple[Tensor, Tensor]:
         """out and lse of the live rows."""
-        out, lse = backend.attend(self.call, self.q, self.pages)
+        out, lse = backend.attend(self.call, self.q, self.pages, scales=self.scales)
         return out[: self.call.num_rows], lse[: self.call.num_rows]
 
     def check(self, backend: Backend) -> None:
@@ -69,7 +78,8 @@ class Case:
         before, calls = self.pages.clone(), backend.calls
         out, lse = self.serve(backend)
         rows = self.call.num_rows
-        expected = reference.attend(self.call, self.q.double(), self.pages.double(), None)
+        pages = self.pages.double() if self.scales is None else self.pages
+        expected = reference.attend(self.call, self.q.double(), pages, self.scales)
         assert backend.calls == calls + 1
         assert bits_equal(self.pages, before)
         assert out.dtype == self.q.dtype
@@ -96,11 +106,16 @@ class Case:
         slots = torch.tensor([*range(stored), *(stored + i for i in path)])
         entries = -(-len(slots) // size)
         ids = random.Random(seed).sample(range(entries + 3), entries)
-        pages = torch.full((entries + 3, *self.pages.shape[1:]), torch.nan, dtype=self.pages.dtype)
         new = torch.arange(len(slots))
-        pages[torch.tensor(ids)[new // size], :, :, new % size] = self.pages[
-            call.page_table[n][slots // size].long(), :, :, slots % size
-        ]
+
+        def moved(pages: Tensor) -> Tensor:
+            unread = torch.nan if pages.is_floating_point() else 99
+            copy = torch.full((entries + 3, *pages.shape[1:]), unread, dtype=pages.dtype)
+            copy[torch.tensor(ids)[new // size], :, :, new % size] = pages[
+                call.page_table[n][slots // size].long(), :, :, slots % size
+            ]
+            return copy
+
         plain = AttentionCall.of(torch.tensor([ids], dtype=torch.int32), [1], [len(slots)])
         if call.valid is not None:
             valid = call.valid[n : n + 1, :entries].clone()
@@ -115,7 +130,8 @@ class Case:
                 q_pos=call.q_pos[first + row : first + row + 1].contiguous(),
             )
         q = self.q[first + row : first + row + 1]
-        return Case(replace(plain, scale=call.scale), q, pages, [[-1]])
+        scales = None if self.scales is None else moved(self.scales)
+        return Case(replace(plain, scale=call.scale), q, moved(self.pages), [[-1]], scales)
 
     def differing_nodes(self, backend: Backend, alone: Backend | None = None) -> int:
         """Nodes whose out or lse is not, bit for bit, that of plain decoding of their path."""

@@ -148,10 +148,9 @@ def test_pages_the_cpu_does_not_serve_are_refused_with_the_reason(cpu):
     case = make_case([chain(1)], [20], dtype=torch.float16)
     with pytest.raises(BackendUnavailable, match="float16"):
         case.serve(cpu)
-    codes = torch.zeros(case.pages.shape, dtype=torch.int8)
-    scales = torch.zeros(*case.pages.shape[:4], 1, dtype=torch.float16)
-    with pytest.raises(BackendUnavailable, match="int8"):
-        cpu.attend(case.call, case.q, codes, scales=scales)
+    fp8 = make_case([chain(1)], [20]).quantised(torch.float8_e4m3fn)
+    with pytest.raises(BackendUnavailable, match="float8"):
+        fp8.serve(cpu)
 
 
 def test_choosing_a_backend():

@@ -43,6 +43,7 @@ def write_gguf(
     architecture: str = "llama",
     tied: bool = True,
     template: str = TEMPLATE,
+    head_dim: int = DIM,
     seed: int = 0,
 ) -> Path:
     """A random Llama of three layers with a byte-level tokenizer."""
@@ -56,8 +57,10 @@ def write_gguf(
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(DIM)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -84,10 +87,10 @@ def write_gguf(
     for i in range(LAYERS):
         add(f"blk.{i}.attn_norm.weight", (HIDDEN,), "F32")
         add(f"blk.{i}.ffn_norm.weight", (HIDDEN,), "F32")
-        add(f"blk.{i}.attn_q.weight", (HEADS * DIM, HIDDEN), linear)
-        add(f"blk.{i}.attn_k.weight", (KV_HEADS * DIM, HIDDEN), linear)
-        add(f"blk.{i}.attn_v.weight", (KV_HEADS * DIM, HIDDEN), linear)
-        add(f"blk.{i}.attn_output.weight", (HIDDEN, HEADS * DIM), linear)
+        add(f"blk.{i}.attn_q.weight", (HEADS * head_dim, HIDDEN), linear)
+        add(f"blk.{i}.attn_k.weight", (KV_HEADS * head_dim, HIDDEN), linear)
+        add(f"blk.{i}.attn_v.weight", (KV_HEADS * head_dim, HIDDEN), linear)
+        add(f"blk.{i}.attn_output.weight", (HIDDEN, HEADS * head_dim), linear)
         add(f"blk.{i}.ffn_gate.weight", (INNER, HIDDEN), linear)
         add(f"blk.{i}.ffn_up.weight", (INNER, HIDDEN), linear)
         add(f"blk.{i}.ffn_down.weight", (HIDDEN, INNER), linear)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chatkv.attention import store
+from chatkv.attention.reference import dequantise
 from chatkv.models import chunks, skinny_tiles
 from chatkv.models import fused_triton as fused
 from chatkv.models import heads_triton as heads_kernels
@@ -98,6 +100,29 @@ def test_rotation_goes_to_pages(norm: bool, dim: int, heads: int):
         close(actual, expected)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "dim"),
+    [(torch.int8, 64), (torch.int8, 96), (torch.float8_e4m3fn, 64), (torch.uint8, 128)],
+    ids=str,
+)
+def test_rotated_rows_become_codes(kind: torch.dtype, dim: int, heads: int):
+    angles, where, found = rotary(dim), places(ROWS), []
+    qkv = torch.randn(ROWS, angles.all_heads * dim)
+    columns, per_slot = (dim // 2, dim // 32) if kind == torch.uint8 else (dim, 1)
+    for plain in (False, True):
+        q, pages = torch.zeros(ROWS, 3, dim), torch.full((5, 2, 1, 16, columns), 7).to(kind)
+        scales = torch.full((5, 2, 1, 16, per_slot), 0.5).half()
+        if plain:
+            heads_kernels.rotate_rows_plain(qkv, None, angles, *where, q, pages, scales)
+        else:
+            heads_kernels.rotate_rows(
+                qkv, None, angles, *where, q, pages, scales, heads_a_program=heads
+            )
+        found.append((q, pages.view(torch.uint8), scales))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(*found, strict=True))
+
+
 def test_gate():
     gate_up, found = torch.randn(ROWS, 2 * WIDTH) * 20, []
     for gate in (fused.gate_rows, fused.gate_rows_plain):
@@ -174,6 +199,22 @@ def test_a_chunk_attends_to_pages(start: int, known: int, stop: int, heads: tupl
     chunks.attend_chunk(q, pages, table, span, q)
     new = slice(known - start, stop - start)
     assert torch.equal(q[new], out[new])
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
+def test_a_chunk_attends_to_codes(kind: torch.dtype):
+    rows, start, stop, dim = 128, 70, 190, 64
+    q, values = torch.randn(rows, 4, dim), torch.randn(4, 2, 2, 64, dim)
+    pages, scales = store.quantise(values, kind)
+    table = torch.randperm(4).to(torch.int32)
+    stored = dequantise(pages, scales, torch.float32)[table.long()]
+    stored = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    expected = chunks.attend_chunk_plain(q, *stored[:, :, : start + rows], start, dim**-0.5)
+    for entry, page in enumerate(table.tolist()):
+        scales[page, :, :, max(0, stop - 64 * entry) :] = torch.nan
+    span, out = torch.tensor([start, start, stop], dtype=torch.int32), torch.zeros_like(q)
+    chunks.attend_chunk(q, pages, table, span, out, scales)
+    close(out[: stop - start], expected[: stop - start])
 
 
 @pytest.mark.parametrize("hidden", [576, 4096])

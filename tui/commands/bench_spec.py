@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from tui import output
-from tui.command import FILE, Command, Globals, device_option, draft_model_option
+from tui.command import (
+    FILE,
+    Command,
+    Globals,
+    device_option,
+    draft_model_option,
+    kv_dtype_option,
+)
 from tui.commands.bench_result import WRONG, progress, result_options, write_result
 from tui.commands.verify import Numbers
 
@@ -37,6 +44,7 @@ NOISE = 1.02
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N conversations.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @device_option
+@kv_dtype_option
 @click.option("-m", "--model", metavar="MODEL", help="Catalogue name, .gguf or folder.")
 @result_options(runs=1, runs_help="Times each prompt is played plain, drafted, drafted, plain.")
 @click.pass_obj
@@ -50,6 +58,7 @@ def spec(
     limit: int | None,
     max_tokens: int,
     device: str | None,
+    kv_dtype: str | None,
     model: str | None,
     runs: int,
     csv_file: Path | None,
@@ -65,6 +74,7 @@ def spec(
         "device": device,
         "spec.drafters": drafters,
         "spec.draft_model": draft_model,
+        "kv.dtype": kv_dtype,
     }
     settings = found.settings(flags)
     names: tuple[str, ...] = settings["spec.drafters"]
@@ -85,6 +95,8 @@ def spec(
         draft_model=settings["spec.draft_model"],
         device=settings["device"],
         threads=settings["threads"],
+        kv_dtype=settings["kv.dtype"],
+        keep_layers=settings["kv.keep_layers"],
         rounds=runs,
     )
     report = measure(file, request, progress(found))

@@ -5,22 +5,25 @@ from __future__ import annotations
 import click
 
 from tui import output
-from tui.command import Command, Globals, device_option, json_option
+from tui.command import Command, Globals, device_option, flags_of, json_option, kv_dtype_option
 from tui.health import MARKS, Check, checks
 
 
 @click.command(cls=Command, short_help="Check this installation.")
 @click.option("--load", is_flag=True, help="Load the model for real.")
 @device_option
+@kv_dtype_option
 @json_option
 @click.pass_obj
-def doctor(found: Globals, load: bool, device: str | None, as_json: bool) -> int:
+def doctor(
+    found: Globals, load: bool, device: str | None, kv_dtype: str | None, as_json: bool
+) -> int:
     """Check Python, packages, device, model, stores and, with --load, the engine.
 
     Exit status 1 if a check fails; a warning is none.
     """
     rows: list[Check] = []
-    settings = found.settings({"device": device} if device else None)
+    settings = found.settings(flags_of((), device=device, kv_dtype=kv_dtype))
     for check in checks(found, settings, load=load):
         rows.append(check)
         if not as_json:

@@ -9,7 +9,15 @@ from typing import Any
 import click
 
 from tui import output
-from tui.command import FILE, Command, Globals, device_option, draft_model_option, json_option
+from tui.command import (
+    FILE,
+    Command,
+    Globals,
+    device_option,
+    draft_model_option,
+    json_option,
+    kv_dtype_option,
+)
 
 DIFFERENT = 7
 """Exit status when an expectation failed."""
@@ -41,6 +49,7 @@ class Numbers(click.ParamType):
 @draft_model_option
 @click.option("-m", "--model", metavar="MODEL", help="Catalogue name, .gguf or folder.")
 @device_option
+@kv_dtype_option
 @click.option("--threads", metavar="N", help="CPU threads.")
 @json_option
 @click.pass_obj
@@ -54,6 +63,7 @@ def verify(
     draft_model: str | None,
     model: str | None,
     device: str | None,
+    kv_dtype: str | None,
     threads: str | None,
     as_json: bool,
 ) -> int:
@@ -64,8 +74,15 @@ def verify(
     """
     if draft_model and "draft_model" not in drafters.split(","):
         drafters += ",draft_model"
-    flags = {"model": model, "device": device, "threads": threads, "spec.drafters": drafters}
+    flags = {
+        "model": model,
+        "device": device,
+        "threads": threads,
+        "spec.drafters": drafters,
+        "kv.dtype": kv_dtype,
+    }
     settings = found.settings(flags)
+    from chatkv.kv.format import KVFormat
     from chatkv.models import catalog
 
     file = catalog.find(settings["model"])
@@ -85,6 +102,7 @@ def verify(
         drafters=settings["spec.drafters"],
         draft_model=draft_model,
         threads=settings["threads"],
+        kv=KVFormat(settings["kv.dtype"], settings["kv.keep_layers"]),
         progress=progress,
     )
     if as_json:
