@@ -144,9 +144,8 @@ class PagePool:
         """Overwrite the rows of all pages that nobody holds. Returns how many were ever written."""
         pages = [page for page in self._free if page < self._touched]
         for page in pages:
-            self.data[:, page] = 0
-            if self.scales is not None:
-                self.scales[:, page] = 0
+            for tensor in self.tensors:
+                tensor[:, page] = 0
         return len(pages)
 
     def copy(self, src: int) -> int:
