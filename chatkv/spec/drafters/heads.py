@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from chatkv.errors import HeadsMismatch
 from chatkv.models import catalog
 from chatkv.models.logits import Features, KeptRow
 from chatkv.models.model import Model
-from chatkv.spec.drafter import DraftContext
+from chatkv.spec.drafter import DraftContext, Reader
+from chatkv.spec.drafters.eagle import EagleDrafter
+from chatkv.spec.heads.grown import tree_of
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 """Heads that ship with chatkv."""
-SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
-"""Upper edges of the score bins: what the head gives a guess, its parent being right."""
 
 
 class Grower(Protocol):
@@ -98,13 +98,6 @@ class HeadsDrafter:
         return tree_of(tokens, parents, chance).best(max_rows)
 
 
-def tree_of(tokens: list[int], parents: list[int], chance: list[float]) -> DraftTree:
-    """What a head grew, with its score bins."""
-    shares = [c / max(chance[p], 1e-9) for c, p in zip(chance, parents, strict=True)]
-    bins = [0, *(1 + sum(share >= edge for edge in SHARES) for share in shares[1:])]
-    return DraftTree.of(tokens, parents, chance, bins, HeadsDrafter.name)
-
-
 def find_heads(model: Model) -> Path | None:
     """The file for a model's very weights: one that was trained here, one that ships, or None."""
     own = catalog.cache_dir() / "heads"
@@ -116,7 +109,7 @@ def find_heads(model: Model) -> Path | None:
     return None
 
 
-def load_heads(model: Model) -> HeadsDrafter:
+def load_heads(model: Model) -> Reader:
     """The drafter of a model's heads.
 
     Raises:
@@ -131,10 +124,10 @@ def load_heads(model: Model) -> HeadsDrafter:
             hint="Leave `heads` out of --drafters, or train some: chatkv train-heads.",
         )
     opened = head_file.load(found, model.spec, model.tokenizer.tok_fp())
-    grower: Grower
     if model.device == "cpu":
         from chatkv.spec.heads.cpu import grower_of
     else:
         from chatkv.spec.heads.device import grower_of
-    grower = grower_of(opened, model)
-    return HeadsDrafter(grower, opened.head.shape.taps)
+    grower: Any = grower_of(opened, model)
+    made = EagleDrafter if opened.head.shape.kind == "eagle" else HeadsDrafter
+    return made(grower, opened.head.shape.taps)

@@ -1,0 +1,188 @@
+"""Guesses of an eagle head, which reads every row and keeps keys and values of its own.
+
+Knows rows, ids and which rows are stored; how a head computes is in `chatkv/spec/heads`. Invariant:
+a memory holds rows of the sequence's chosen ids, each with the id behind it, and no guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from chatkv.models.logits import Features
+from chatkv.spec.drafter import DraftContext
+from chatkv.spec.heads.grown import tree_of
+from chatkv.spec.tree import DraftTree
+from chatkv.spec.verify import Accepted
+
+REMEMBERED = 8
+"""Sequences that ended and are still known: a chat's next turn goes on from one of them."""
+
+
+class EagleGrower(Protocol):
+    """How an eagle head runs on one kind of device."""
+
+    window: int
+    """Rows it looks back on."""
+
+    def new_memory(self) -> Any:
+        """Room for the keys and values of one sequence. It has a `copy`."""
+        ...
+
+    def store(self, memory: Any, start: int, features: Features, tokens: Sequence[int]) -> None:
+        """Keep rows from place `start` on; `tokens` are the ids behind each of them."""
+        ...
+
+    def grow(
+        self,
+        memory: Any,
+        rows: tuple[int, int],
+        root: int,
+        *,
+        temperature: float,
+        seed: int,
+        max_rows: int,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and chances of a tree below the root that the last stored row chose."""
+        ...
+
+
+@dataclass(slots=True)
+class Held:
+    """What is known of one sequence."""
+
+    memory: Any
+    first: int = 0
+    stop: int = 0
+    """Rows [first, stop) are stored, or were until newer ones took their place."""
+    ids: Sequence[int] = ()
+    """All ids of the sequence, read only; it may still grow."""
+    waiting: list[tuple[int, Features]] = field(default_factory=list[tuple[int, Features]])
+    """Rows that were read and are not stored yet, by their first place."""
+    asked: bool = False
+    """Whether rows that are missing have been asked for."""
+
+
+class EagleDrafter:
+    """A tree from an eagle head.
+
+    Rows are stored when a guess is asked for, so plain decoding pays nothing for them.
+
+    Args:
+        grower: The head, on the target's device.
+        taps: The layers it reads.
+    """
+
+    name = "heads"
+
+    def __init__(self, grower: EagleGrower, taps: tuple[int, ...]) -> None:
+        self.grower = grower
+        self.taps = taps
+        self.tap_rows = grower.window
+        self.held: dict[int, Held] = {}
+        self.left: list[Held] = []
+        """Sequences that ended, the newest last."""
+
+    def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Go on from what is known of a sequence that begins with the same ids."""
+        own = self._held(seq_id)
+        if own.stop:
+            own.waiting.clear()  # it was followed before, and has changed
+        found, known = own, _usable(own, tokens)
+        for other in self.left:
+            if (usable := _usable(other, tokens)) > known:
+                found, known = other, usable
+        if found is not own:
+            own.memory, own.first = found.memory.copy(), found.first
+        own.stop = known if known > own.first else 0
+        own.first = own.first if own.stop else 0
+        own.ids, own.asked = tokens, False
+
+    def read(self, seq_id: int, start: int, features: Features) -> None:
+        """Keep rows until a guess is asked for."""
+        waiting = self._held(seq_id).waiting
+        place = len(waiting)
+        while place and waiting[place - 1][0] > start:
+            place -= 1
+        waiting.insert(place, (start, features))
+        oldest = self._window(waiting)
+        while waiting[0][0] + len(waiting[0][1]) <= oldest:
+            del waiting[0]
+
+    def missing(self, seq_id: int) -> tuple[int, int] | None:
+        """Rows of the window between what is stored and what was read."""
+        held = self.held.get(seq_id)
+        if held is None or held.asked or not held.waiting:
+            return None
+        held.asked = True
+        start, stop = self._window(held.waiting), held.waiting[0][0]
+        if held.first <= start <= held.stop:
+            start = held.stop
+        return (start, stop) if start < stop else None
+
+    def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
+        """One tree for each context."""
+        return [self._tree(context, rows) for context, rows in zip(contexts, max_rows, strict=True)]
+
+    def observe(self, seq_id: int, accepted: Accepted) -> None:
+        """Nothing to learn: the rows that stay are read."""
+
+    def drop(self, seq_id: int) -> None:
+        """Remember the sequence for a while."""
+        held = self.held.pop(seq_id, None)
+        if held is not None and held.stop:
+            held.waiting.clear()
+            self.left = [*self.left, held][-REMEMBERED:]
+
+    def _window(self, waiting: Sequence[tuple[int, Features]]) -> int:
+        """First row of the window that ends with the newest row read."""
+        start, newest = waiting[-1]
+        return max(0, start + len(newest) - self.grower.window)
+
+    def _held(self, seq_id: int) -> Held:
+        if seq_id not in self.held:
+            self.held[seq_id] = Held(self.grower.new_memory())
+        return self.held[seq_id]
+
+    def _tree(self, context: DraftContext, max_rows: int) -> DraftTree:
+        tokens, root = context.tokens, int(context.tokens[-1])
+        held = self.held.get(context.seq_id)
+        if held is None or max_rows < 2:
+            return DraftTree.root(root)
+        self._store(held, tokens)
+        if not held.stop or held.stop != len(tokens) - 1:
+            return DraftTree.root(root)
+        params = context.sampler.params
+        grown = self.grower.grow(
+            held.memory,
+            (held.first, held.stop),
+            root,
+            temperature=params.temperature,
+            seed=params.seed,
+            max_rows=max_rows,
+        )
+        return tree_of(*grown).best(max_rows)
+
+    def _store(self, held: Held, tokens: Sequence[int]) -> None:
+        """Store the rows that wait."""
+        for start, features in held.waiting:
+            if not held.first <= start <= held.stop:
+                held.first = start  # what lies before a gap is of no use
+            stop = start + len(features)
+            self.grower.store(held.memory, start, features, tokens[start + 1 : stop + 1])
+            held.stop = stop
+            held.first = max(held.first, stop - self.grower.window)
+        held.waiting.clear()
+
+
+def _usable(held: Held, tokens: Sequence[int]) -> int:
+    """Up to which place rows of `held` are rows of `tokens`: each needs the id behind it."""
+    same, stop = 0, min(held.stop + 1, len(held.ids), len(tokens)) if held.stop else 0
+    while same < stop:  # halves: to compare lists is far quicker than a look at each id
+        middle = (same + stop + 1) // 2
+        if list(held.ids[same:middle]) == list(tokens[same:middle]):
+            same = middle
+        else:
+            stop = middle - 1
+    return max(0, same - 1)

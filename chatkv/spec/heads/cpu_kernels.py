@@ -1,0 +1,122 @@
+"""The compiled parts of a head on a CPU, one row at a time but for products. Knows arrays only."""
+
+# pyright: standard, reportCallIssue=false
+# The checker takes numba's intrinsics for the functions that generate their code.
+
+from __future__ import annotations
+
+import numpy as np
+
+from chatkv.attention.jit import njit, prange
+from chatkv.models.layers import gate_row, norm_row, quantise_row
+from chatkv.models.linear import share_rows
+
+EPS = np.float32(1e-6)
+"""Of all norms of a head."""
+HIDDEN_SCORE = np.float32(-1e30)
+
+
+@njit(
+    "void(uint8[::1], int64[::1], int64, float32[:,::1], int16[:,::1], float32[:,:,::1], int64,"
+    "float32[:,::1])",
+    parallel=True,
+)
+def project(weights, matrix, workers, x, codes, scales, rows, out):
+    """out[:rows] = x[:rows] times a packed matrix. Arguments as in `linear.tile_rows`."""
+    for r in range(rows):
+        quantise_row(x[r], codes[r], scales[r])
+    for worker in prange(workers):
+        share_rows(weights, matrix, worker, workers, codes, scales, rows, out, 0)
+
+
+@njit("void(float32[::1], float32[::1], float32[::1])")
+def norm(x, weight, out):
+    """out = x / rms(x) * weight."""
+    norm_row(x, weight, EPS, out)
+
+
+@njit("void(float32[::1], float32[::1], float32[::1], float32[::1], float32[::1])")
+def norm_pair(a, a_weight, b, b_weight, out):
+    """out = both, each normed on its own, one behind the other."""
+    norm_row(a, a_weight, EPS, out[: len(a)])
+    norm_row(b, b_weight, EPS, out[len(a) :])
+
+
+@njit("void(float32[::1], float32[::1])")
+def gate(pairs, out):
+    """As `layers.gate_row`."""
+    gate_row(pairs, out)
+
+
+@njit("void(float32[:,::1], float32[::1], float32[::1])")
+def rotate(heads, cos, sin):
+    """Turn [heads, D] in place; channel i with channel i + D / 2."""
+    half = heads.shape[1] // 2
+    for head in range(heads.shape[0]):
+        for i in range(half):
+            a, b = heads[head, i], heads[head, half + i]
+            heads[head, i] = a * cos[i] - b * sin[i]
+            heads[head, half + i] = b * cos[i] + a * sin[i]
+
+
+@njit("void(float32[:,:,::1], float32[:,:,::1], int64, float32[:,::1], float32[:,::1])")
+def store(keys, values, slot, key, value):
+    """Put a row's keys and values [HK, D] in their slot."""
+    for head in range(key.shape[0]):
+        for i in range(key.shape[1]):
+            keys[head, i, slot] = key[head, i]
+            values[head, slot, i] = value[head, i]
+
+
+@njit(
+    "void(float32[:,::1], float32[:,:,::1], float32[:,:,::1], int64, int64, float32[:,:,::1],"
+    "float32[:,:,::1], int64, float32[::1], float32[:,::1])"
+)
+def look(q, keys, values, first, stop, own_keys, own_values, own, scores, out):
+    """One row's attention to stored rows first..stop and to `own` nodes of its path.
+
+    Args:
+        q: [HQ, D], rotated.
+        keys: [HK, D, S]. values: [HK, S, D]. Row p of the sequence is in slot p % S.
+        own_keys, own_values: [nodes, HK, D].
+        scores: Room for S + nodes.
+        out: [HQ, D], filled.
+    """
+    heads, dim = q.shape
+    group, size = heads // keys.shape[0], keys.shape[2]
+    used = min(stop, size)
+    scale = np.float32(1.0) / np.sqrt(np.float32(dim))
+    for head in range(heads):
+        kv = head // group
+        for s in range(used):
+            scores[s] = np.float32(0.0)
+        for d in range(dim):  # slots are the inner loop: that one becomes vectors
+            factor = q[head, d] * scale
+            for s in range(used):
+                scores[s] += factor * keys[kv, d, s]
+        if first > stop - size:
+            for s in range(used):
+                if stop - 1 - (stop - 1 - s) % size < first:
+                    scores[s] = HIDDEN_SCORE
+        for node in range(own):
+            total = np.float32(0.0)
+            for d in range(dim):
+                total += q[head, d] * own_keys[node, kv, d]
+            scores[used + node] = total * scale
+        best = HIDDEN_SCORE
+        for s in range(used + own):
+            best = max(best, scores[s])
+        total = np.float32(0.0)
+        for s in range(used + own):
+            scores[s] = np.exp(scores[s] - best)
+            total += scores[s]
+        for d in range(dim):
+            out[head, d] = np.float32(0.0)
+        for s in range(used):
+            share = scores[s] / total
+            for d in range(dim):
+                out[head, d] += share * values[kv, s, d]
+        for node in range(own):
+            share = scores[used + node] / total
+            for d in range(dim):
+                out[head, d] += share * own_values[node, kv, d]

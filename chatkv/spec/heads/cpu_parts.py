@@ -1,0 +1,166 @@
+"""What heads of all kinds share on a CPU: products of Q8_0 tiles, and how a tree grows.
+
+Knows numbers; no sequence and no `DraftTree`. The target's noise is added to the likeliest guesses
+only: others rarely win, and noise for all of them would cost what a depth does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from chatkv.errors import HeadsMismatch
+from chatkv.models.decoder import Decoder
+from chatkv.models.linear import describe
+from chatkv.models.packing import pack
+from chatkv.models.weights import Matrix
+from chatkv.sampling_cpu import noise_into
+from chatkv.spec.heads import cpu_kernels as kernels
+from chatkv.spec.heads.file import HeadFile
+from chatkv.spec.heads.modules import Head
+
+Floats = npt.NDArray[np.float32]
+FAR = 9.0
+"""Guesses whose logit over the temperature is so far below the best one get no noise: each of them
+wins less than once in eight thousand times."""
+LEAST_CHANCE = 0.2
+"""A path less likely than this gets no children: the next depth costs a tenth of a step."""
+
+
+class Product:
+    """A packed matrix [N, K], and room for rows.
+
+    Args:
+        weight: [N, K].
+        rows: At once.
+    """
+
+    def __init__(self, weight: Floats, rows: int = 1) -> None:
+        outputs, inputs = weight.shape
+        raw = gguf.quants.quantize(np.ascontiguousarray(weight), gguf.GGMLQuantizationType.Q8_0)
+        packed = pack("Q8_0", raw).reshape(-1)
+        # The kernels read whole cache lines.
+        room = np.empty(len(packed) + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        self._data = room[start : start + len(packed)]
+        self._data[:] = packed
+        self._about = np.array(describe(Matrix("q8", 0, outputs, inputs)), np.int64)
+        self._codes = np.zeros((rows, inputs), np.int16)
+        self._scales = np.zeros((rows, inputs // 32, 2), np.float32)
+        self.x = np.zeros((rows, inputs), np.float32)
+        """[rows, K], to be written before a call."""
+        self.out = np.zeros((rows, outputs), np.float32)
+
+    def __call__(self, threads: int, rows: int = 1) -> Floats:
+        """[N] of the first row, good until the next call; `out` has all of them."""
+        kernels.project(
+            self._data, self._about, threads, self.x, self._codes, self._scales, rows, self.out
+        )
+        return self.out[0]
+
+
+class CpuGuesses:
+    """What all kinds share: from states to trees.
+
+    Args:
+        file: The head.
+        model: Its target, which lends the rows of its vocabulary.
+        depth: Guesses on a path.
+        children: Guesses that are looked at behind one row.
+    """
+
+    def __init__(self, file: HeadFile, model: Decoder, depth: int, children: int) -> None:
+        self.depth, self.children = depth, children
+        self.model = model
+        self._ids = file.draft_ids.numpy().astype(np.int64)
+        self._guess = Product(model.vocabulary_rows(self._ids, of_head=True))
+        self._gamma = numbers(file.head.gamma)
+
+    def embedded(self, tokens: list[int]) -> Floats:
+        """[len(tokens), H] of the target's embedding."""
+        return self.model.vocabulary_rows(np.array(tokens, np.int64), of_head=False)
+
+    def tree(
+        self,
+        advance: Callable[[int, int], Floats],
+        root: int,
+        position: int,
+        *,
+        temperature: float,
+        seed: int,
+        max_rows: int,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and chances: the best path, and at each of its rows the next best.
+
+        Args:
+            advance: (token, guesses before it) -> [H] the state behind it; called along the path.
+            position: Of the token behind the root.
+        """
+        tokens, parents, chance = [root], [0], [1.0]
+        row = 0
+        for step in range(min(self.depth, max_rows - 1)):
+            if chance[row] < LEAST_CHANCE:
+                break
+            state = advance(tokens[row], step)
+            kernels.norm(state, self._gamma, self._guess.x[0])
+            logits = self._guess(self.model.threads)
+            parent, best = row, 0.0
+            for token, share in self._likely(logits, position + step, temperature, seed):
+                if len(tokens) == max_rows:
+                    break
+                if share > best:
+                    best, row = share, len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+                chance.append(chance[parent] * share)
+            if row == parent:
+                break
+        return tokens, parents, chance
+
+    def _likely(
+        self, logits: Floats, position: int, temperature: float, seed: int
+    ) -> list[tuple[int, float]]:
+        """The best guesses of one row, and their shares by score."""
+        heat = temperature if temperature > 0 else 1.0
+        near = np.flatnonzero(logits >= logits.max() - np.float32(FAR * heat))
+        scores = logits[near]
+        if temperature > 0:
+            noise = np.empty(len(near), np.float32)
+            noise_into(self._ids[near], len(near), position, seed, noise)
+            scores = scores * np.float32(1 / temperature) + noise
+        order = np.argsort(scores)[: -self.children - 1 : -1]
+        weights = np.exp(scores - scores[order[0]])
+        shares = weights[order] / weights.sum()
+        return list(zip(self._ids[near[order]].tolist(), shares.tolist(), strict=True))
+
+
+def norm_taps(taps: Floats, out: Floats) -> None:
+    """out [taps H] = each tap [taps, H] normed."""
+    one = np.ones(taps.shape[1], np.float32)
+    for tap, place in zip(taps, out.reshape(taps.shape), strict=True):
+        kernels.norm(np.ascontiguousarray(tap), one, place)
+
+
+def numbers(weight: object) -> Floats:
+    """A weight as numpy has it, float32."""
+    return weight.detach().float().numpy()  # type: ignore[attr-defined]
+
+
+def interleaved(gate: object, up: object) -> Floats:
+    """[2 I, K]: 32 rows of one, 32 of the other, as `layers.gate_row` takes them."""
+    pair = np.stack([numbers(gate), numbers(up)])
+    return pair.reshape(2, -1, 32, pair.shape[2]).swapaxes(0, 1).reshape(-1, pair.shape[2])
+
+
+def expect_packable(head: Head, *widths: int) -> None:
+    """Raise HeadsMismatch if a head's matrices do not fit packed tiles."""
+    shape = head.shape
+    if any(width % 32 for width in (shape.hidden, shape.inner, *widths)) or shape.draft_ids % 16:
+        raise HeadsMismatch(
+            f"Heads with {shape.inner} inner channels and {shape.draft_ids} draft ids do not run "
+            "on the CPU.",
+            hint="They are packed in blocks of 32 channels and 16 ids.",
+        )

@@ -1,0 +1,252 @@
+"""An eagle head in the engine: its trees are those of its modules, its memory holds chosen rows
+only, and a resume gives the trees of a chat that never quit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from chatkv.config import EngineConfig
+from chatkv.engine import Engine
+from chatkv.models import weights
+from chatkv.models.catalog import ModelFile
+from chatkv.models.decoder import Decoder
+from chatkv.sampling import Sampler, SamplingParams
+from chatkv.spec.control import Controller
+from chatkv.spec.drafters import heads as heads_drafter
+from chatkv.spec.drafters.eagle import EagleDrafter, Held, _usable
+from chatkv.spec.heads import cpu_eagle
+from chatkv.spec.heads.cpu_eagle import CpuEagle
+from chatkv.spec.heads.file import HeadFile, save, target_of
+from chatkv.spec.heads.grow import EagleCell, Growth, Vocabulary, grow
+from chatkv.spec.heads.modules import EagleHead, angles_of, new_head
+from chatkv.spec.heads.shape import shape_for
+from chatkv.tokenizer import Tokenizer
+from sessions.pages import SqlitePageStore
+
+COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
+DRAFT_IDS = 160
+
+
+@pytest.fixture
+def decoder(make_gguf, cache, tmp_path) -> Decoder:
+    model = weights.load(ModelFile("model", make_gguf(tmp_path / "model.gguf", seed=5)))
+    return Decoder(model, Tokenizer.from_file(model.folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def file(decoder, tmp_path, monkeypatch) -> HeadFile:
+    """A random head, which the engine finds as one that ships."""
+    torch.manual_seed(1)
+    head = new_head(shape_for("eagle", decoder.spec, draft_ids=DRAFT_IDS)).requires_grad_(False)
+    head.gamma.mul_(4)  # sure of itself, so that trees are deep
+    target = target_of(decoder.spec, decoder.tokenizer.tok_fp())
+    made = HeadFile(head, torch.arange(DRAFT_IDS) + 3, target)
+    monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path / "shipped")
+    save(tmp_path / "shipped" / "eagle.safetensors", made)
+    return made
+
+
+def engine(decoder: Decoder, spec: str = "tree:5", store=None) -> Engine:
+    config = EngineConfig(spec=spec, drafters=("heads",) if spec != "none" else ())
+    salt = b"" if store is None else store.salt
+    return Engine(decoder, config, store=store, salt=salt, costs=COSTS, guard=False)
+
+
+def drafter_of(on: Engine) -> EagleDrafter:
+    (drafter,) = on.drafting.drafters.drafters
+    assert isinstance(drafter, EagleDrafter)
+    return drafter
+
+
+def some_ids(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 250, count).tolist()
+
+
+def turn(on: Engine, tokens: list[int], sampled: list[bool], seed: int = 2, length: int = 12):
+    """Play one reply with a controller that knows nothing; (ids, flags, the trees that ran)."""
+    on.drafting.controller = Controller(COSTS, on.config.spec, guard=False)
+    trees: list[tuple[list[int], list[int]]] = []
+    real = on.drafting.propose
+
+    def watched(seqs):
+        found = real(seqs)
+        trees.extend((tree.tokens.tolist(), tree.parents.tolist()) for tree in found)
+        return found
+
+    on.drafting.propose = watched  # type: ignore[method-assign]
+    seq = on.add(tokens, sampled, SamplingParams(temperature=0.8, seed=seed, max_tokens=length))
+    for _ in on.prefill(seq):
+        pass
+    while not seq.finished:
+        on.step([seq])
+        for held in drafter_of(on).held.values() if on.drafting.drafters.drafters else ():
+            check(held, seq.tokens)
+    on.finish(seq)
+    on.drafting.propose = real  # type: ignore[method-assign]
+    assert not on.drafting.drafters.failures
+    return seq.tokens, seq.sampled, trees
+
+
+def check(held: Held, tokens: list[int]) -> None:
+    """Rows of chosen ids, in one piece up to the newest row in place."""
+    at = held.stop
+    assert 0 <= held.first <= held.stop
+    for start, features in held.waiting:
+        assert start == at
+        at += len(features)
+    assert at == len(tokens) - 1
+    assert held.ids is tokens
+
+
+@pytest.mark.parametrize("rows", [6, 40])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, temperature):
+    """Packed products lose what Q8_0 loses. What lies behind the window is not seen."""
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 32)
+    head = file.head
+    assert isinstance(head, EagleHead)
+    grower = CpuEagle(file, decoder, depth=3, children=3)
+    taps = torch.from_numpy(
+        np.random.default_rng(0).standard_normal((rows, 3, decoder.spec.hidden_size))
+    ).float()
+    ids = some_ids(rows + 1)
+    memory = grower.new_memory()
+    for start, stop in ((0, 4), (4, rows - 1), (rows - 1, rows)):
+        part: np.ndarray = taps[start:stop].numpy()
+        grower.store(memory, start, part, ids[start + 1 : stop + 1])  # type: ignore[arg-type]
+    first = max(0, rows - 32)
+    tokens, parents, chance = grower.grow(
+        memory, (first, rows), ids[-1], temperature=temperature, seed=5, max_rows=10
+    )
+    table = torch.from_numpy(
+        decoder.vocabulary_rows(np.arange(decoder.spec.vocab_size), of_head=False)
+    )
+    keys, values = head.stored(
+        head.features(taps), table[ids[1:]], angles_of(head.shape, torch.arange(rows))
+    )
+
+    def look(q):
+        own_k, own_v = keys[None, first:], values[None, first:]
+        scores = torch.einsum("nwhgd,nshd->nwhgs", q, own_k)
+        return scores, lambda shares: torch.einsum("nwhgs,nshd->nwhgd", shares, own_v)
+
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=5))
+    draft_ids = file.draft_ids.numpy()
+    noise = np.stack([sampler.noise(rows + 1 + depth, draft_ids) for depth in range(3)])
+    expected = grow(
+        head,
+        EagleCell(head, taps[-1:], torch.tensor([rows - 1]), look),
+        Vocabulary.of(file.draft_ids, table, table),
+        torch.tensor([ids[-1]]),
+        Growth(rows=DRAFT_IDS, depth=3, width=12, children=12),
+        inverse_t=torch.tensor([1 / temperature if temperature else 1.0]),
+        noise=torch.from_numpy(noise)[None],
+    )
+    paths = {}
+    for row in range(DRAFT_IDS):
+        above = int(expected.parents[0, row])
+        token = int(expected.tokens[0, row])
+        paths[row] = (*paths[above], token) if row else (token,)
+    chances = {path: float(expected.chance[0, row]) for row, path in paths.items()}
+    own: dict[int, tuple[int, ...]] = {0: (tokens[0],)}
+    assert len(tokens) > 4
+    for row in range(1, len(tokens)):
+        own[row] = (*own[parents[row]], tokens[row])
+        assert chance[row] == pytest.approx(chances[own[row]], rel=0.25)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafted_is_plain(decoder, file, temperature):
+    prompt = some_ids(20)
+    params = SamplingParams(temperature=temperature, seed=2, max_tokens=24)
+    replies = []
+    for spec in ("none", "tree:5"):
+        on = engine(decoder, spec)
+        seq = on.add(prompt, [False] * 20, params)
+        for _ in on.prefill(seq):
+            pass
+        while not seq.finished:
+            on.step([seq])
+        on.finish(seq)
+        replies.append(seq.tokens)
+    assert replies[0] == replies[1]
+    stats = on.drafting.controller.stats
+    assert stats.plain_steps <= 1
+    assert sum(stats.offered.values()) > 9
+
+
+@pytest.mark.parametrize(
+    ("how", "long"), [("kept", True), ("stored", True), ("lost", True), ("lost", False)]
+)
+def test_trees_after_a_resume_are_those_of_a_chat_that_never_quit(
+    decoder, file, monkeypatch, tmp_path, how, long
+):
+    """`kept`: the same process. `stored`: another one finds the pages. `lost`: it finds none."""
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
+    store = SqlitePageStore(tmp_path / "kv.db", decoder.identity(16), limit_bytes=1 << 30)
+    first = engine(decoder, store=store)
+    tokens, sampled, _ = turn(first, some_ids(70 if long else 9), [False] * (70 if long else 9))
+    given = [2, 5, *some_ids(6, 1)]
+    tokens, sampled = [*tokens, *given], [*sampled, *[False] * len(given)]
+    whole = engine(decoder)
+    expected = turn(whole, tokens, sampled, seed=7)
+    assert max(len(tree[0]) for tree in expected[2]) > 2
+    if how == "kept":
+        again = first
+    else:
+        first.close()
+        again = engine(decoder, store=store if how == "stored" else None)
+    assert turn(again, tokens, sampled, seed=7) == expected
+
+
+def test_plain_steps_store_nothing_until_a_guess_is_asked_for(decoder, file):
+    on = engine(decoder)
+    seq = on.add(some_ids(30), [False] * 30, SamplingParams(temperature=0, max_tokens=30))
+    for _ in on.prefill(seq):
+        pass
+    on.drafting.set_mode("none")
+    for _ in range(9):
+        on.step([seq])
+    (held,) = drafter_of(on).held.values()
+    assert held.stop == 0
+    check(held, seq.tokens)
+    on.drafting.set_mode("tree:5")
+    on.step([seq])
+    assert (held.first, held.stop) == (
+        0,
+        len(seq.tokens) - 1 - sum(len(f) for _, f in held.waiting),
+    )
+
+
+def test_edits_and_forks_go_on_from_what_they_share(decoder, file, monkeypatch):
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
+    on = engine(decoder)
+    tokens, sampled, _ = turn(on, some_ids(40), [False] * 40, length=20)
+    other = [*tokens[:44], *some_ids(7, 3)]
+    flags = [*sampled[:44], *[False] * 7]
+    asked: list[tuple[int, int]] = []
+    real = on.prompts.look_again
+    on.drafting._look_again = lambda seq, *span: (asked.append(span), real(seq, *span))
+    trees = turn(on, other, flags)[2]
+    # The fork's window begins where the memory of what it shares is gone.
+    assert asked == [(27, 44)]
+    assert trees == turn(engine(decoder), other, flags)[2]
+
+
+def test_what_is_remembered_is_bounded_and_found_by_its_ids(decoder, file):
+    drafter = EagleDrafter(CpuEagle(file, decoder), (1, 2, 3))
+    for seq_id in range(20):
+        ids = [seq_id, *range(50)]
+        features: np.ndarray = np.ones((50, 3, decoder.spec.hidden_size), np.float32)
+        drafter.read(seq_id, 0, features)  # type: ignore[arg-type]
+        drafter.follow(seq_id, ids)
+        drafter._store(drafter.held[seq_id], ids)
+        drafter.drop(seq_id)
+    assert len(drafter.left) == 8
+    assert not drafter.held
+    assert _usable(drafter.left[-1], [19, *range(30), 99]) == 30
+    assert _usable(drafter.left[-1], [18, *range(50)]) == 0
+    drafter.follow(50, [19, *range(30), 99])
+    assert (drafter.held[50].first, drafter.held[50].stop) == (0, 30)
