@@ -122,6 +122,8 @@ class Prompts:
                 report.verified = self._proved(seq)
             except OutOfPages:
                 report.verified = None  # no room for the one row of the check
+            if report.verified is None and not self._are_numbers(found):
+                report.verified = False
             if report.verified is False:
                 self._distrust(seq, found)
                 found = find_prefix(self.pool, self.prefix, None, seq.root_key, ids, sampled)
@@ -155,6 +157,10 @@ class Prompts:
                 probe.release()
             return same and Witness.of(logits).agrees(snapshot)
         return None
+
+    def _are_numbers(self, found: Found) -> bool:
+        """What can be said of restored pages that no witness speaks for."""
+        return all(self.pool.are_numbers(page, head.num_tokens) for page, head in found.restored)
 
     def _distrust(self, seq: Sequence, found: Found) -> None:
         """The model disagrees: what was read, and what was built on it, is not read again."""

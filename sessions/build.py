@@ -76,7 +76,9 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
             * kv.token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, PLAIN_BYTES),
             limit_bytes=options.get("kv_limit_bytes"),
         )
-        store, notice = opened.store, " ".join(filter(None, (notice, opened.notice)))
+        store = opened.store
+        changed = store.recognise(spec.name) if store is not None else ""
+        notice = " ".join(filter(None, (notice, opened.notice, changed)))
     if store is not None and options.get("chat_db"):
         work_off_at_start(Path(options["chat_db"]), store)
     salt = store.salt if store is not None else b""

@@ -205,6 +205,10 @@ class ChildEngine:
             reason = f"unreadable answer: {error}"
             process.kill()
         code = process.wait()
+        stream.close()
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it may hold a request that nobody will read
+            process.stdin.close()
         with self._changed:
             if self._process is not process:
                 return

@@ -61,6 +61,20 @@ class PageModel:
         )
         db.execute("INSERT OR IGNORE INTO roots VALUES(?, ?, 'local')", (self.root, self.fp))
 
+    def recognise(self, db: sqlite3.Connection, name: str) -> int | None:
+        """Note that the model is used under that name. Inside the caller's transaction.
+
+        Returns:
+            When other weights were last used under it, in Unix milliseconds; None if these were, or
+            none.
+        """
+        key, now = f"model {name}", time.time_ns() // 1_000_000
+        weights = str(self.identity.get("weights"))
+        row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, f"{now} {weights}"))
+        before, _, theirs = ("", "", "") if row is None else row[0].partition(" ")
+        return int(before) if before.isdecimal() and theirs != weights else None
+
     def check(self, image: PageImage) -> None:
         """Refuse a page that could never be read again: a bug of the caller. Raises ValueError."""
         if image.num_tokens > self.page_tokens:

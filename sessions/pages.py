@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +78,17 @@ class SqlitePageStore:
     def root(self) -> bytes:
         """Parent key of the first page of every chain: `root_key(fingerprint(identity), salt)`."""
         return self.model.root
+
+    def recognise(self, name: str) -> str:
+        """One sentence if other weights were used under the name of this model before, else
+        nothing. Their pages stay, and are found only by them."""
+        model, since = self.model, None
+        with suppress(StoreError):  # it is in the notices
+            since = self._disk.save(lambda db: model.recognise(db, name), None)
+        if since is None:
+            return ""
+        date = time.strftime("%-d %B %Y", time.localtime(since / 1000))
+        return f"{name} changed since {date}: what it computed until then is computed anew."
 
     def take_notices(self) -> list[str]:
         """What the user has to be told once, and is now told. From any thread."""

@@ -245,7 +245,8 @@ class EngineService:
         said += [] if self.log is None else self.log.take_notices()
         if self.engine.saver is not None and self.engine.saver.notice != self._said:
             self._said = self.engine.saver.notice
-            said.append(self._said)
+            if self._said not in said:  # the store may have said it itself
+                said.append(self._said)
         return " ".join(said)
 
     def _params(self, request: Request) -> SamplingParams:

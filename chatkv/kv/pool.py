@@ -209,6 +209,14 @@ class PagePool:
         assert self._refs[page] == 1, f"page {page} has {self._refs[page]} holders, is not to write"
         self._staging.write(payload, rows)
 
+    def are_numbers(self, page: int, num_tokens: int) -> bool:
+        """Whether the first rows of a page, or their scales, hold neither NaN nor infinity."""
+        return all(
+            bool(t[:, page, :, :, :num_tokens].isfinite().all())
+            for t in self.tensors
+            if t.dtype.itemsize > 1  # any code is a number
+        )
+
     def _rows(self, page: int, num_tokens: int) -> list[Tensor]:
         """Views of the first rows of a page as bytes: [L', 2, HK, num_tokens, bytes] each."""
         if not 1 <= num_tokens <= self.page_size:

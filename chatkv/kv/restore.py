@@ -60,6 +60,10 @@ def find_prefix(
         found.reason = "evicted"
     except StoreError:
         found.reason = "damaged"
+    except BaseException:  # nobody will own what was found
+        for page in found.pages:
+            pool.release(page)
+        raise
     return found
 
 

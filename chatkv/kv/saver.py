@@ -1,7 +1,8 @@
 """Pages go to disk behind the decode loop. The loop never waits for the disk.
 
 Knows the store's protocol and a queue; no tensor, no sequence. A failure turns saving off for this
-run: the pages are a cache, so nothing is lost but the time to compute them again.
+run, a store that is busy costs the pages of one commit: they are a cache, so nothing is lost but
+the time to compute them again.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from chatkv.errors import ChatKVError
+from chatkv.errors import ChatKVError, StoreBusy
 from chatkv.kv.staging import Pending
 from chatkv.kv.store import PageHead, PageImage, PageStore, Snapshot
 
 BATCH = 8
 """Pages in one commit."""
+OFF = "Pages are not saved any more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +97,15 @@ class PageSaver:
         return True
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Store what waits, for at most `timeout_s`, and end the thread."""
+        """Store what waits and end the thread: `timeout_s` in all. A write that takes longer is
+        left behind; what it leaves of its transaction is undone by whoever opens the store next."""
+        deadline = monotonic() + timeout_s
         self.flush(timeout_s)
         with self._wake:
             self._closed = True
             self._queue.clear()
             self._wake.notify_all()
-        self._thread.join(timeout_s)
+        self._thread.join(max(0.0, deadline - monotonic()))
 
     def _run(self) -> None:
         while True:
@@ -114,9 +118,11 @@ class PageSaver:
                 self._busy = True
             try:
                 self._do(work)
+            except StoreBusy:
+                self.skipped += len(work) if isinstance(work, list) else 0
             except ChatKVError as error:
                 self._turn_off(error.message)
-            except Exception as error:  # noqa: BLE001 - a dead writer must be seen, not silent
+            except BaseException as error:  # noqa: BLE001 - a dead writer must be seen, not silent
                 self._turn_off(f"{type(error).__name__}: {error}")
             finally:
                 with self._wake:
@@ -149,6 +155,6 @@ class PageSaver:
 
     def _turn_off(self, reason: str) -> None:
         with self._wake:
-            self.notice = f"Pages are not saved any more: {reason}"
+            self.notice = reason if reason.startswith(OFF) else f"{OFF}: {reason}"
             self._queue.clear()
             self._queued_bytes = 0

@@ -8,48 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import TinyModel
+from program import PROMPTS, Program, say
 
-from chatkv.config import EngineConfig
-from chatkv.engine import Engine
 from chatkv.errors import EngineLost, ModelError, UsageError
 from chatkv.events import Delta, Done, Failed, Prefill, Rendered
-from sessions.chat import Chats
-from sessions.local import LocalEngine
-from sessions.pages import SqlitePageStore
-from sessions.port import ChatPort, PathMessage
-from sessions.service import EngineService
-from sessions.store import ChatStore
-
-COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
-PROMPTS = ["the cat sat on the mat", "and then?", "the cat sat on the mat again", "why?"]
-SAMPLING = {"temperature": 1.0, "max_tokens": 30, "seed": 11}
-
-
-class Program:
-    """chatkv without its processes: a store, pages, an engine. Starts any number of times."""
-
-    def __init__(self, folder: Path, *, kv: bool = True, spec: str = "none", seed: int = 0) -> None:
-        self.pages = None
-        model = TinyModel(seed)
-        if kv:
-            identity = model.identity(model.page_size)
-            self.pages = SqlitePageStore(folder / "kv.db", identity, limit_bytes=1 << 30)
-        salt = self.pages.salt if self.pages else b""
-        config = EngineConfig(spec=spec, drafters=("ngram", "random"))
-        engine = Engine(model, config, store=self.pages, salt=salt, costs=COSTS, guard=False)
-        self.engine = LocalEngine(EngineService(engine, self.pages))
-        self.engine.start()
-        self.store = ChatStore(folder / "chat.db")
-        self.chats = Chats(
-            self.store, self.engine, settings={"model": "tiny", "sampling": SAMPLING}
-        )
-
-    def close(self) -> None:
-        self.engine.close()
-        if self.pages is not None:
-            self.pages.close()
-        self.store.close()
+from sessions.port import PathMessage
 
 
 @pytest.fixture
@@ -67,12 +30,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     yield begin
     for program in running:
         program.close()
-
-
-def say(chat: ChatPort, text: str) -> Done:
-    (*_, done) = chat.send(text)
-    assert isinstance(done, Done), done
-    return done
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty import Countdown, Faulty
 
 from chatkv.kv.keys import page_key
 from chatkv.kv.store import PageImage
@@ -94,35 +94,10 @@ class PageMaker:
         return images
 
 
-class Failing:
-    """A connection whose disk fails at the n-th statement and works again for the ROLLBACK."""
-
-    def __init__(self, real: Any, left: int) -> None:
-        self.real, self.left = real, left
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            error = sqlite3.OperationalError("disk I/O error")
-            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
-            raise error
-
-    def execute(self, statement: str, *values: Any) -> Any:
-        if not statement.startswith("ROLLBACK"):
-            self.count()
-        return self.real.execute(statement, *values)
-
-    def executemany(self, *args: Any) -> Any:
-        self.count()
-        return self.real.executemany(*args)
-
-
 @pytest.fixture
-def failing() -> type[Failing]:
-    return Failing
+def failing() -> Callable[[Any, int], Faulty]:
+    """A connection whose disk fails from its n-th statement on."""
+    return lambda real, left: Faulty(real, Countdown(left))
 
 
 @pytest.fixture

@@ -1,21 +1,32 @@
-"""A chat that plays a script and goes on where it was killed. `test_kill.py` runs and kills it."""
+"""A chat that plays a script and goes on where it was killed. The kill loop runs and kills it."""
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import cache
 from pathlib import Path
 
 from chatkv.events import Done
+from chatkv.models.model import Model
 from sessions.chat import Chats
 from sessions.port import ChatPort, EnginePort
 from sessions.store import ChatStore
 
 PROMPTS = ["the cat sat on the mat", "and then?", "the cat sat on the mat again", "why?", "the end"]
+MODEL = "SmolLM2-135M-Instruct"
 
 
 def play(folder: Path, number: int, kind: str) -> None:
-    """Play conversation `number` to its end; says `ack N` and `done N` on stdout as turns go."""
-    engine = _tiny(folder) if kind == "tiny" else _real(folder)
+    """Play conversation `number` to its end; says `ack N` and `done N` on stdout as turns go.
+
+    Args:
+        folder: Of the stores.
+        number: Names the conversation and makes its seeds.
+        kind: `tiny` and `model` compute in this process, with the tiny and the default model;
+            `real` is a front with the engine in a child process, as users run it.
+    """
+    engine = {"tiny": _tiny, "model": _model, "real": _real}[kind](folder)
     engine.start()
     engine.wait_ready()
     _say("ready")
@@ -57,16 +68,24 @@ def _say(line: str) -> None:
 def _tiny(folder: Path) -> EnginePort:
     from fakes import TinyModel
 
+    return _local(TinyModel(), folder)
+
+
+def _model(folder: Path) -> EnginePort:
+    return _local(default_model(), folder)
+
+
+def _local(model: Model, folder: Path) -> EnginePort:
     from chatkv.config import EngineConfig
     from chatkv.engine import Engine
     from sessions.local import LocalEngine
     from sessions.pages import SqlitePageStore
     from sessions.service import EngineService
 
-    model = TinyModel()
-    pages = SqlitePageStore(folder / "kv.db", model.identity(16), limit_bytes=1 << 30)
+    identity = model.identity(model.page_size)
+    pages = SqlitePageStore(folder / "kv.db", identity, limit_bytes=1 << 30)
     costs = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9}
-    config = EngineConfig(spec="tree:3", drafters=("ngram", "random"))
+    config = EngineConfig(spec="tree:3", drafters=("ngram",))
     engine = Engine(model, config, store=pages, salt=pages.salt, costs=costs, guard=False)
     return LocalEngine(EngineService(engine, pages))
 
@@ -74,10 +93,22 @@ def _tiny(folder: Path) -> EnginePort:
 def _real(folder: Path) -> EnginePort:
     from sessions.client import ChildEngine
 
-    options = {"model": "SmolLM2-135M-Instruct", "kv_path": str(folder / "kv.db")}
+    options = {"model": MODEL, "kv_path": str(folder / "kv.db")}
     return ChildEngine(options, folder / "engine.log")
 
 
+@cache
+def default_model() -> Model:
+    """The default model on one thread: what forks off must not inherit a pool of threads."""
+    from chatkv.models import catalog
+    from chatkv.models.devices import load_model
+
+    return load_model(catalog.find(MODEL), "cpu", threads=1)[0]
+
+
+if os.environ.get("CHATKV_MODEL_KILLS"):
+    default_model()  # once, in the process that others are forked off
+
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parent))
     play(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
