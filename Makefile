@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: chat setup test test-slow test-gpu check fix kill-100 snapshots bench clean
+.PHONY: chat setup test test-slow test-gpu check fix faults kill-100 kill-1000 snapshots bench clean
 
 chat: setup
 	@$(BIN)/chatkv
@@ -56,8 +56,13 @@ fix: $(VENV)/.check
 test-gpu: $(VENV)/.test
 	CHATKV_REQUIRE=gpu $(BIN)/python -m pytest -q -m gpu
 
-kill-100: $(VENV)/.test
-	CHATKV_KILLS=100 $(BIN)/python -m pytest -q -m slow tests/engine/test_kill.py
+faults: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m 'slow or not slow' tests/faults --ignore tests/faults/test_kill_loop.py
+
+# With the tiny model, a tenth of them with the default model and a tenth of front and engine apart.
+kill-100 kill-1000: kill-%: $(VENV)/.test
+	CHATKV_KILLS=$* CHATKV_MODEL_KILLS=$$(($*/10)) \
+		$(BIN)/python -m pytest -q -s -m slow tests/faults/test_kill_loop.py
 
 snapshots: $(VENV)/.test
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/app

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,72 +65,6 @@ def test_kv_deleted_in_mid_conversation(
         chat = program.chats.open("@last") if turn else program.chats.new()
         texts.append(say(chat, prompt).text)
     assert texts == never_quit
-
-
-def test_kv_deleted_while_open(
-    start: Callable[..., Program], never_quit: list[str], tmp_path: Path
-) -> None:
-    program = start()
-    chat = program.chats.new()
-    texts = []
-    for turn, prompt in enumerate(PROMPTS):
-        if turn == 2:
-            for file in (tmp_path / "a").glob("kv.db*"):
-                file.unlink()
-        texts.append(say(chat, prompt).text)
-    assert texts == never_quit
-    program.engine.close()
-    assert (tmp_path / "a" / "kv.db").exists()
-
-
-def test_flipped_bits_are_found(
-    start: Callable[..., Program], never_quit: list[str], tmp_path: Path
-) -> None:
-    chat = start().chats.new()
-    texts = [say(chat, prompt).text for prompt in PROMPTS[:2]]
-    start("other")
-    with sqlite3.connect(tmp_path / "a" / "kv.db") as db:
-        (page, data) = db.execute("SELECT page_id, data FROM page_data LIMIT 1 OFFSET 2").fetchone()
-        db.execute(
-            "UPDATE page_data SET data = ? WHERE page_id = ?",
-            (bytes([data[0] ^ 1]) + data[1:], page),
-        )
-    db.close()
-    chat = start().chats.open("@last")
-    texts += [say(chat, prompt).text for prompt in PROMPTS[2:]]
-    assert texts == never_quit
-
-
-def test_wrong_rows_under_good_checksums_are_found_by_the_witness(
-    start: Callable[..., Program], never_quit: list[str], tmp_path: Path
-) -> None:
-    """Only a forward pass can see this: the page says what its checksum says, and is wrong."""
-    import zlib
-
-    chat = start().chats.new()
-    texts = [say(chat, prompt).text for prompt in PROMPTS[:2]]
-    start("other")
-    with sqlite3.connect(tmp_path / "a" / "kv.db") as db:
-        page, key, data = db.execute(
-            "SELECT p.id, p.key, d.data FROM pages p JOIN page_data d ON d.page_id = p.id"
-            " ORDER BY p.chain_index LIMIT 1"
-        ).fetchone()
-        wrong = data[4:] + data[:4]
-        db.execute("UPDATE page_data SET data = ? WHERE page_id = ?", (wrong, page))
-        db.execute("UPDATE pages SET crc = ? WHERE id = ?", (zlib.crc32(key + wrong), page))
-    db.close()
-    chat = start().chats.open("@last")
-    done = say(chat, PROMPTS[2])
-    assert done.usage.verified is False
-    assert done.usage.reuse_reason == "damaged"
-    assert [*texts, done.text, say(chat, PROMPTS[3]).text] == never_quit
-
-
-def test_other_weights_share_nothing(start: Callable[..., Program]) -> None:
-    chat = start().chats.new()
-    say(chat, PROMPTS[0])
-    done = say(start(seed=1).chats.open("@last"), PROMPTS[1])
-    assert done.usage.cached_tokens == 0
 
 
 def test_fork_edit_again(start: Callable[..., Program]) -> None:
@@ -326,21 +259,6 @@ def test_a_model_that_cannot_be_loaded_refuses_the_prompt(
 
 def _not_here(timeout_s: float | None = None) -> None:
     raise ModelError("There is no such device.")
-
-
-def test_two_programs_on_one_chat(start: Callable[..., Program], tmp_path: Path) -> None:
-    """The second to send finds the head moved: its turn is a fork, and it is told so."""
-    program = start()
-    chat = program.chats.new("shared")
-    say(chat, PROMPTS[0])
-    other = program.chats.open("shared")
-    say(chat, PROMPTS[1])
-    done = say(other, PROMPTS[2])
-    assert "fork" in done.notice
-    assert [turn.prompt for turn in other.turns()] == [PROMPTS[0], PROMPTS[2]]
-    assert [turn.prompt for turn in chat.turns()] == PROMPTS[:2]
-    assert other.id != chat.id
-    assert say(other, PROMPTS[3]).notice == ""
 
 
 def test_a_device_that_runs_full_is_said_and_survived(start, never_quit, monkeypatch):

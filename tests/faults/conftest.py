@@ -30,7 +30,12 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(params=[1.0, 0.0], ids=["sampled", "greedy"])
+@pytest.fixture(
+    params=[
+        pytest.param(1.0, id="sampled"),
+        pytest.param(0.0, id="greedy", marks=pytest.mark.slow),
+    ]
+)
 def told(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conversation]:
     """A conversation, with the golden test behind everything that is said in it."""
     with closing(Conversation(tmp_path / "data", request.param)) as conversation:
@@ -57,11 +62,16 @@ def _no_child_is_left() -> Iterator[None]:
 # The table.
 
 
-def fault_rows() -> dict[int, tuple[str, str]]:
+def read_rows() -> dict[int, tuple[str, str]]:
     """Number to fault and tests, as docs/faults.md has them."""
     cells = re.compile(r"^\| (\d+) \| (.+?) \| .+? \| (.+?) \|$", re.MULTILINE)
     found = cells.findall(DOC.read_text(encoding="utf-8"))
     return {int(number): (fault, tests) for number, fault, tests in found}
+
+
+@pytest.fixture
+def fault_rows() -> dict[int, tuple[str, str]]:
+    return read_rows()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -74,7 +84,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             if found:
                 outcomes[int(found[1])].append(outcome)
                 seconds[int(found[1])] += getattr(report, "duration", 0.0)
-    rows = fault_rows()
+    rows = read_rows()
     if not rows or not set(rows) <= set(outcomes):
         return
     terminalreporter.section("faults")
@@ -84,5 +94,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         verdict = "FAIL" if bad else "pass" if "passed" in all_of else "skip"
         tests = f"{len(all_of):3} tests" if len(all_of) > 1 else "  1 test "
         terminalreporter.write_line(
-            f"{number:2}  {fault:44}  {verdict}  {tests}  {seconds[number]:5.1f} s"
+            f"{number:2}  {fault:52}  {verdict}  {tests}  {seconds[number]:5.1f} s"
         )

@@ -33,7 +33,7 @@ class FailsAtPage:
             yield image
 
 
-@pytest.mark.parametrize("page", range(5))
+@pytest.mark.parametrize("page", [0, 1, 4])
 def test_23_restore_fails_half_way(told, page):
     told.play(2)
     error = StoreError("short read")
@@ -53,7 +53,6 @@ def test_23_the_pool_is_as_it_was(sampled, error):
     pool, prefix = program.core.pool, program.core.prefix
     held = [page for page in range(pool.num_pages) if pool.refs(page)]
     before, used = pool.data[:, held].clone(), pool.used
-    messages, _ = sampled.running.chats.open("@last")._messages(program.model.tokenizer.tok_fp())
     chat = next(row for row in program.chats.chats() if row.turns == 2)
     messages, _ = program.chats.open(chat.id)._messages(program.model.tokenizer.tok_fp())
     _, tokens, flags = program.engine.service._render(messages)
@@ -97,13 +96,26 @@ def test_25_writer_thread_dies(sampled, error):
     say(sampled.chat, "on")
 
 
+class OneByOne:
+    """A page store that writes each page alone, so that the order of uses is that of the queue."""
+
+    def __init__(self, pages) -> None:
+        self.real = pages
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def write(self, images):
+        return sum(self.real.write([image]) for image in images)
+
+
 def order_after(folder, clock, monkeypatch) -> tuple[list, list, list]:
     """Three chats, the first one used again at the end: the list, the pages, what is evicted."""
     told = Conversation(folder, 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(time, "time_ns", clock)
         patch.setattr(time, "time", lambda: clock() / 1e9)
-        program = told.start()
+        program = told.start(wrap=OneByOne)
         chats = [program.chats.new(name) for name in ("one", "two", "three")]
         for number, chat in enumerate([*chats, chats[0]]):
             say(chat, PROMPTS[number % 3])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,63 +78,6 @@ def test_folders_and_files_that_cannot_be_made(tmp_path):
     with pytest.raises(StoreError, match="no session store at"):
         ChatStore(tmp_path / "missing" / "chat.db", read_only=True)
     assert not (tmp_path / "missing").exists()
-
-
-READ_ONLY = """
-    import json, os, sys
-    from pathlib import Path
-    import sqlite_utils
-    from chatkv.errors import StoreError
-    from sessions.store import ChatStore
-    from sessions.pages import SqlitePageStore
-    from sessions.exchange import export_jsonl
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
-    folder = Path(sys.argv[1])
-    with ChatStore(folder / "chat.db") as store:
-        row = store.create_session("ada")
-    pages = SqlitePageStore(folder / "kv.db", limit_bytes=1 << 30)
-    pages.close()
-    for file, place in ((0o400, 0o500), (0o600, 0o500), (0o400, 0o700)):
-        (folder / "chat.db").chmod(file)
-        (folder / "kv.db").chmod(file)
-        folder.chmod(place)
-        with ChatStore(folder / "chat.db") as store:
-            assert [row.title for row in store.sessions()] == ["ada"]
-            assert len(list(export_jsonl(store, row.id))) == 3
-            try:
-                store.rename(row.id, "bob")
-            except StoreError as error:
-                answer = [error.message, error.hint]
-        pages = SqlitePageStore(folder / "kv.db", limit_bytes=1 << 30)
-        print(json.dumps([*answer, pages.usable, pages.saving, pages.take_notices()]))
-        pages.close()
-        folder.chmod(0o700)
-"""
-
-
-def test_a_read_only_store_can_be_browsed(start_child):
-    import json
-
-    folder = Path(tempfile.mkdtemp(prefix="chatkv-test-"))
-    try:
-        if os.geteuid() == 0:
-            os.chown(folder, 65534, 65534)
-        child = start_child(READ_ONLY, folder)
-        out = child.communicate(timeout=60)[0].splitlines()
-        assert child.returncode == 0
-    finally:
-        shutil.rmtree(folder)
-    assert len(out) == 3
-    for message, hint, usable, saving, notices in map(json.loads, out):
-        assert message == f"{folder}/chat.db can only be read."
-        assert "--ephemeral" in hint
-        assert (usable, saving) == (True, False)
-        assert notices == [
-            f"{folder}/kv.db can only be read: stored pages are used, new ones are not saved."
-        ]
 
 
 def test_read_only_on_request(store, path):

@@ -131,40 +131,6 @@ def test_an_older_store_that_cannot_be_written_says_so(old, monkeypatch):
         ChatStore(old, read_only=True)
 
 
-FIRST_START = """
-    import sys
-    from sessions.store import ChatStore
-    from sessions.pages import SqlitePageStore
-    from pathlib import Path
-    print("ready", flush=True)
-    sys.stdin.readline()
-    with ChatStore(sys.argv[1]) as store:
-        row = store.create_session(sys.argv[3])
-        store.begin_turn(row.id, row.head_turn_id, row.head_turn_id, "hello", {})
-    pages = SqlitePageStore(Path(sys.argv[2]), limit_bytes=1 << 30)
-    print(pages.salt.hex(), pages.saving, pages.take_notices(), flush=True)
-    pages.close()
-"""
-
-
-def test_four_processes_start_at_once(path, kv_path, start_child):
-    children = [start_child(FIRST_START, path, kv_path, number) for number in range(4)]
-    for child in children:
-        assert child.stdout.readline() == "ready\n"
-    for child in children:
-        child.stdin.write("\n")
-        child.stdin.flush()
-    answers = {child.communicate(timeout=60)[0] for child in children}
-    assert [child.returncode for child in children] == [0, 0, 0, 0]
-    assert len(answers) == 1  # the same salt for all, and nothing to complain about
-    assert answers.pop().endswith(" True []\n")
-    with ChatStore(path) as store:
-        assert {row.title for row in store.sessions()} == {"0", "1", "2", "3"}
-        assert store.check() == []
-        applied = store._db.execute("SELECT name FROM _sqlite_migrations").fetchall()
-        assert applied == [("m001_conversations",)]
-
-
 def test_an_ordinary_open_loads_nothing_heavy(store, path):
     store.create_session("ada")
     code = (
