@@ -119,7 +119,8 @@ class PageSaver:
             try:
                 self._do(work)
             except StoreBusy:
-                self.skipped += len(work) if isinstance(work, list) else 0
+                if not isinstance(work, Snapshot) and not callable(work):
+                    self.skipped += len(work)
             except ChatKVError as error:
                 self._turn_off(error.message)
             except BaseException as error:  # noqa: BLE001 - a dead writer must be seen, not silent
