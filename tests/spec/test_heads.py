@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from chatkv.errors import HeadsMismatch
 from chatkv.models.random_model import random_spec
+from chatkv.spec.heads import packed
 from chatkv.spec.heads.file import HeadFile, load, save, target_of
 from chatkv.spec.heads.grow import (
     EagleCell,
@@ -91,6 +92,30 @@ def test_a_file_comes_back_as_it_was(tmp_path, kind):
     assert found.measured["tree of 16"]["0"]["tau"] == 2.5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_file_loses_at_most_half_a_step(tmp_path, kind):
+    path = tmp_path / "heads.safetensors"
+    save(path, HeadFile(made(kind), IDS, target_of(SPEC, PRINT)), packed=True)
+    once = load(path, SPEC, PRINT)
+    for (name, weight), (_, exact) in zip(
+        once.head.named_parameters(), made(kind).named_parameters(), strict=True
+    ):
+        if not packed.fits(weight):
+            assert torch.equal(weight, exact.bfloat16().float()), name
+            continue
+        largest = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True)
+        wrong = (weight - exact).unflatten(-1, (-1, 32)).abs()
+        assert bool((wrong <= largest * (0.5 / 127 + 2**-10)).all()), name
+    # Packing what is packed changes nothing.
+    save(path, once, packed=True)
+    again = dict(load(path, SPEC, PRINT).head.named_parameters())
+    assert all(torch.equal(again[name], weight) for name, weight in once.head.named_parameters())
+    assert path.stat().st_size < 0.62 * written(tmp_path / "other", kind).stat().st_size
+    changed(path, {"fuse.scale": None})
+    with pytest.raises(HeadsMismatch, match=r"scales of fuse is \(0,\)"):
+        load(path, SPEC, PRINT)
+
+
 def test_sizes_of_the_default_model():
     spec = random_spec("random:smollm2-135m")[0]
     assert taps_of(spec.num_layers) == (10, 20, 30)
@@ -106,7 +131,8 @@ def test_sizes_of_the_default_model():
     [
         ({"weights": "cd" * 32}, {}, ["weights", "cd" * 32, "ab" * 32]),
         ({"tokenizer": "00"}, {}, ["tokenizer is 00", PRINT.hex()]),
-        ({"format": "2"}, {}, ["format is 2", "needed is 1"]),
+        ({"format": "3"}, {}, ["format is 3", "needed is 1"]),
+        ({"format": "2"}, {}, ["scales of", "(0,)"]),
         ({"shape": "{}"}, {}, ["shape"]),
         ({}, {"draft_ids": IDS[:39].int()}, ["number of draft ids is 39", "40"]),
         ({}, {"draft_ids": torch.zeros(40).int()}, ["different draft ids is 1", "40"]),

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
+from chatkv.attention.cpu_math import exp2
 from chatkv.attention.jit import njit, prange
 from chatkv.models.layers import gate_row, norm_row, quantise_row
 from chatkv.models.linear import share_rows
@@ -14,6 +17,7 @@ from chatkv.models.linear import share_rows
 EPS = np.float32(1e-6)
 """Of all norms of a head."""
 HIDDEN_SCORE = np.float32(-1e30)
+LOG2E = np.float32(math.log2(math.e))
 
 
 @njit(
@@ -86,18 +90,18 @@ def look(q, keys, values, first, stop, own_keys, own_values, own, scores, out):
     group, size = heads // keys.shape[0], keys.shape[2]
     used = min(stop, size)
     scale = np.float32(1.0) / np.sqrt(np.float32(dim))
+    stored = scores[:used]
     for head in range(heads):
         kv = head // group
-        for s in range(used):
-            scores[s] = np.float32(0.0)
-        for d in range(dim):  # slots are the inner loop: that one becomes vectors
-            factor = q[head, d] * scale
+        stored[:] = np.float32(0.0)
+        for d in range(dim):  # arrays of one step each: what LLVM makes vectors of
+            factor, line = q[head, d] * scale, keys[kv, d, :used]
             for s in range(used):
-                scores[s] += factor * keys[kv, d, s]
+                stored[s] += factor * line[s]
         if first > stop - size:
             for s in range(used):
                 if stop - 1 - (stop - 1 - s) % size < first:
-                    scores[s] = HIDDEN_SCORE
+                    stored[s] = HIDDEN_SCORE
         for node in range(own):
             total = np.float32(0.0)
             for d in range(dim):
@@ -108,15 +112,12 @@ def look(q, keys, values, first, stop, own_keys, own_values, own, scores, out):
             best = max(best, scores[s])
         total = np.float32(0.0)
         for s in range(used + own):
-            scores[s] = np.exp(scores[s] - best)
+            scores[s] = exp2((scores[s] - best) * LOG2E)
             total += scores[s]
-        for d in range(dim):
-            out[head, d] = np.float32(0.0)
-        for s in range(used):
+        mixed = out[head]
+        mixed[:] = np.float32(0.0)
+        for s in range(used + own):
             share = scores[s] / total
+            value = values[kv, s] if s < used else own_values[s - used, kv]
             for d in range(dim):
-                out[head, d] += share * values[kv, s, d]
-        for node in range(own):
-            share = scores[used + node] / total
-            for d in range(dim):
-                out[head, d] += share * own_values[node, kv, d]
+                mixed[d] += share * value[d]

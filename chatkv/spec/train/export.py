@@ -45,7 +45,7 @@ def export(
     file = load(path, spec, tokenizer)
     file = replace(file, training={**file.training, **facts}, measured=measured or file.measured)
     name = f"{spec.name.lower()}-{file.head.shape.kind}.safetensors"
-    save(to / name, file)
+    save(to / name, file, packed=True)
     (to / name).with_suffix(".md").write_text(card(spec, file), encoding="utf-8")
     return to / name
 
@@ -63,7 +63,7 @@ def card(spec: ModelSpec, file: HeadFile) -> str:
         f"- Target: {spec.name}, quantised tensors SHA-256 `{file.target['weights']}`; with other",
         "  weights it is refused.",
         f"- Tokenizer: `{file.target['tokenizer']}`.",
-        f"- Form: {weights / 1e6:.2f} M weights, bfloat16; taps of layers "
+        f"- Form: {weights / 1e6:.2f} M weights, matrices in eight bits; taps of layers "
         f"{', '.join(map(str, shape.taps))}; {shape.draft_ids:,} draft ids; trained for "
         f"{shape.depth} guesses.",
         "- Learned from answers of the target itself, half of them at temperature 0, the others at",
