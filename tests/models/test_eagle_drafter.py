@@ -137,7 +137,7 @@ def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, tempera
     noise = np.stack([sampler.noise(rows + 1 + depth, draft_ids) for depth in range(3)])
     expected = grow(
         head,
-        EagleCell(head, taps[-1:], torch.tensor([rows - 1]), look),
+        EagleCell(head, head.features(taps[-1:]), torch.tensor([rows - 1]), look),
         Vocabulary.of(file.draft_ids, table, table),
         torch.tensor([ids[-1]]),
         Growth(rows=DRAFT_IDS, depth=3, width=12, children=12),

@@ -34,4 +34,4 @@ def test_kernels_in_the_interpreter():
 
 @pytest.mark.slow
 def test_the_whole_pass_in_the_interpreter():
-    run("interpreted_decoder.py")
+    run("interpreted_decoder.py", "interpreted_eagle.py")

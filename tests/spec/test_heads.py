@@ -69,7 +69,8 @@ def cell_of(head: Head, taps: torch.Tensor, positions: torch.Tensor | None = Non
         scores = torch.einsum("nwhgd,nshd->nwhgs", q, stored)
         return scores, lambda shares: torch.einsum("nwhgs,nshd->nwhgd", shares, stored)
 
-    return EagleCell(head, taps, torch.arange(len(taps)) if positions is None else positions, look)
+    places = torch.arange(len(taps)) if positions is None else positions
+    return EagleCell(head, head.features(taps), places, look)
 
 
 def vocabulary() -> Vocabulary:

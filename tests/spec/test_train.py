@@ -175,7 +175,7 @@ def test_one_at_a_time_equals_the_unrolled_form(weights, kind):
         keys, values = head.stored(
             head.features(taps), embedded[:width], angles_of(head.shape, numbers)
         )
-        cell = EagleCell(head, taps, numbers, causal_look(keys[None], values[None]))
+        cell = EagleCell(head, head.features(taps), numbers, causal_look(keys[None], values[None]))
     found = cell.begin(embedded[:width, None])
     for depth in range(3):
         usable = width - depth - 1

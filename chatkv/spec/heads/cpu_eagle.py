@@ -23,10 +23,8 @@ from chatkv.spec.heads.cpu_parts import (
     numbers,
 )
 from chatkv.spec.heads.file import HeadFile
-from chatkv.spec.heads.modules import EagleHead
+from chatkv.spec.heads.modules import WINDOW, EagleHead
 
-WINDOW = 128
-"""Rows it looks back on."""
 ROWS = 8
 """Rows that are stored at once."""
 

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chatkv.errors import HeadsMismatch
 from chatkv.models.cuda_decoder import CudaDecoder
 from chatkv.models.graphs import DeviceRow, captured
 from chatkv.models.logits import KeptRow
 from chatkv.models.model import Model
 from chatkv.models.staged import Staged
+from chatkv.spec.heads.device_eagle import DeviceEagle
 from chatkv.spec.heads.file import HeadFile
 from chatkv.spec.heads.grow import Growth, ParallelCell, RecurrentCell, Vocabulary, grow
-from chatkv.spec.heads.modules import ParallelHead, RecurrentHead
+from chatkv.spec.heads.modules import ParallelHead
 from chatkv.spec.heads.noise_triton import draft_noise
 
 GROWTH = Growth(rows=16, depth=4, width=4, children=8)
@@ -118,13 +118,7 @@ class DeviceGrower:
         self._out[line].copy_(values[0])
 
 
-def grower_of(file: HeadFile, model: Model) -> DeviceGrower:
-    """The head of a file on its target. Raises HeadsMismatch for a kind that does not run here."""
-    if not isinstance(file.head, RecurrentHead | ParallelHead) or not isinstance(
-        model, CudaDecoder
-    ):
-        raise HeadsMismatch(
-            f"Heads of kind {file.head.shape.kind} do not run on {model.device}.",
-            hint="Recurrent and parallel ones do.",
-        )
-    return DeviceGrower(file, model)
+def grower_of(file: HeadFile, model: Model) -> DeviceGrower | DeviceEagle:
+    """The head of a file on its target."""
+    assert isinstance(model, CudaDecoder), f"{model.device} is a device"
+    return (DeviceEagle if file.head.shape.kind == "eagle" else DeviceGrower)(file, model)

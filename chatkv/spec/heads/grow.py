@@ -122,13 +122,14 @@ class EagleCell:
     """States of an eagle head: nodes see the stored rows and their own ancestors.
 
     Args:
-        positions: [N] of the rows the taps are from.
-        look: Attention to the stored rows, the one of the root included; see `store_root`.
+        features: [N, H] of the rows that chose the roots.
+        positions: [N] of those rows.
+        look: Attention to the stored rows, the one of the root included.
     """
 
-    def __init__(self, head: EagleHead, taps: Tensor, positions: Tensor, look: Look) -> None:
+    def __init__(self, head: EagleHead, features: Tensor, positions: Tensor, look: Look) -> None:
         self._head, self._positions, self._look = head, positions, look
-        self._states = head.features(taps)[:, None]
+        self._states = features[:, None]
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._depth = 0

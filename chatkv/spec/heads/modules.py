@@ -28,6 +28,9 @@ from torch import Tensor, nn
 
 from chatkv.spec.heads.shape import HeadShape
 
+WINDOW = 128
+"""Rows an eagle head looks back on when it guesses."""
+
 
 class Attend(Protocol):
     """Attention of an eagle layer over whatever holds its keys and values.

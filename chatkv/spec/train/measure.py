@@ -31,7 +31,7 @@ from chatkv.spec.heads.grow import (
     Vocabulary,
     grow,
 )
-from chatkv.spec.heads.modules import EagleHead, ParallelHead, RecurrentHead, angles_of
+from chatkv.spec.heads.modules import WINDOW, EagleHead, ParallelHead, RecurrentHead, angles_of
 from chatkv.spec.heads.noise_triton import draft_noise, draft_noise_plain
 from chatkv.spec.repeats import has_repeats
 from chatkv.spec.train.base import Base, Rows
@@ -231,13 +231,14 @@ def _cell(head: Any, weights: DenseWeights, anchors: Anchors) -> Cell:
         angles_of(head.shape, anchors.positions),
     )
     positions = anchors.positions[:, anchors.first :].flatten()
-    return EagleCell(head, taps, positions, causal_look(keys, values, anchors.first))
+    return EagleCell(head, head.features(taps), positions, causal_look(keys, values, anchors.first))
 
 
 def causal_look(keys: Tensor, values: Tensor, first: int = 0) -> Look:
-    """Rows t >= first of each of B sequences see stored rows up to t; keys [B, T, HK, D]."""
+    """Rows t >= first of each of B sequences see the WINDOW rows up to t; keys [B, T, HK, D]."""
     count, width = keys.shape[:2]
-    hidden = torch.ones(width, width, dtype=torch.bool, device=keys.device).triu(1)[first:]
+    every = torch.ones(width, width, dtype=torch.bool, device=keys.device)
+    hidden = (every.triu(1) | every.tril(-WINDOW))[first:]
 
     def look(q: Tensor) -> tuple[Tensor, Any]:
         q = q.unflatten(0, (count, width - first))
