@@ -33,7 +33,7 @@ class Counts:
 
     kills: int = 0
     acknowledged: int = 0
-    """Turns whose prompt was acknowledged before a kill."""
+    """Prompts that the program said it had."""
     lost: int = 0
     pages: int = 0
     """Checked after kills."""
@@ -44,7 +44,7 @@ class Counts:
 
     def check(self, what: str) -> None:
         sys.stderr.write(
-            f"\n{what}: {self.kills} kills; {self.acknowledged} acknowledged turns, {self.lost} "
+            f"\n{what}: {self.kills} kills; {self.acknowledged} acknowledged prompts, {self.lost} "
             f"lost; {self.pages} pages checked, {self.torn} torn; {self.replies} replies, "
             f"{self.different} other than those of a chat that never quit\n"
         )
@@ -138,7 +138,9 @@ def kill_loop(
                 counts.kills += 1
                 run.kill()
             said = [line.split() for line in run.lines if " " in line]
-            acknowledged |= {int(turn) for word, turn in said if word == "ack"}
+            acks = [int(turn) for word, turn in said if word == "ack"]
+            counts.acknowledged += len(acks)
+            acknowledged.update(acks)
             whole |= {int(turn) for word, turn in said if word == "done"}
             stored = texts(folder, number) if acknowledged else []
             counts.lost += sum(turn >= len(stored) for turn in acknowledged)
@@ -146,7 +148,6 @@ def kill_loop(
             if dice.random() < 0.2 or ended:
                 _check_pages(folder / "kv.db", counts)
             progress(counts)
-        counts.acknowledged += len(acknowledged)
         counts.replies += len(expected)
         counts.different += sum(
             mine != theirs for mine, theirs in zip(texts(folder, number), expected, strict=True)
