@@ -6,8 +6,8 @@ Knows session rows and numbers about their paths. Runs inside a transaction of i
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from chatkv.errors import UnknownSession
 from sessions.columns import dump_json
@@ -17,6 +17,7 @@ from sessions.tree import SESSION, get_session
 Sort = Literal["updated", "size", "name"]
 MIN_PREFIX = 4
 MAIN = "main"
+_NEWEST = "updated_at DESC, rowid DESC"
 
 # One walk from each head to its root: tokens, the first prompt, and the last turn others own.
 _PATHS = """
@@ -45,7 +46,7 @@ def summaries(
     trash: bool,
     limit: int | None,
     sort: Sort,
-    among: Mapping[str, str] | None = None,
+    among: Collection[str] | None = None,
 ) -> list[SessionSummary]:
     """Conversations in order, newest first by default.
 
@@ -54,28 +55,31 @@ def summaries(
         trash: Those in the trash instead of the others.
         limit: At most so many.
         sort: `updated`, `size` (tokens) or `name`.
-        among: Only these ids; the values are shown as `match`.
+        among: Only these ids.
     """
-    every = {row.id: row for row in all_sessions(db)}
-    names = {row.id: chat_title(row, every) for row in every.values()}
-    rows = [
-        row
-        for row in every.values()
-        if (row.trashed_at is not None) == trash and (among is None or row.id in among)
+    every = {head.id: head for head in heads(db)}
+    ids = [
+        head.id
+        for head in every.values()
+        if (head.trashed_at is not None) == trash and (among is None or head.id in among)
     ]
     if sort == "updated":
-        rows = rows[:limit]
-    numbers = {
-        row[0]: row[1:] for row in db.execute(_PATHS, (dump_json([row.id for row in rows]),))
-    }
+        ids = ids[:limit]
+    these = dump_json(ids)
+    numbers = {row[0]: row[1:] for row in db.execute(_PATHS, (these,))}
+    rows = db.execute(
+        f"SELECT {SESSION} FROM sessions WHERE id IN (SELECT value FROM json_each(?))"
+        f" ORDER BY {_NEWEST}",
+        (these,),
+    )
     found: list[SessionSummary] = []
-    for row in rows:
+    for row in map(SessionRow.of, rows.fetchall()):
         turns, tokens, shared, prompt = numbers.get(row.id, (0, 0, None, None))
         model = row.settings.get("model", "")
         found.append(
             SessionSummary(
                 id=row.id,
-                title=names[row.id],
+                title=chat_title(every[row.id], every),
                 fork=MAIN if row.forked_from is None else row.title,
                 turns=turns,
                 tokens=int(tokens),
@@ -86,7 +90,6 @@ def summaries(
                 first_line=first_line(prompt or ""),
                 forked_from=row.forked_from,
                 forked_at=None if row.forked_from is None else shared,
-                match="" if among is None else among[row.id],
             )
         )
     if sort == "size":
@@ -96,19 +99,28 @@ def summaries(
     return found[:limit]
 
 
-def all_sessions(db: sqlite3.Connection) -> list[SessionRow]:
-    """Every session row, newest first."""
-    rows = db.execute(f"SELECT {SESSION} FROM sessions ORDER BY updated_at DESC, rowid DESC")
-    return [SessionRow.of(row) for row in rows.fetchall()]
+class SessionHead(NamedTuple):
+    """What of a session is read for all of them: enough to name it."""
+
+    id: str
+    title: str
+    trashed_at: int | None
+    forked_from: str | None
 
 
-def chat_title(row: SessionRow, every: Mapping[str, SessionRow]) -> str:
+def heads(db: sqlite3.Connection) -> list[SessionHead]:
+    """Every session, newest first."""
+    rows = db.execute(f"SELECT id, title, trashed_at, forked_from FROM sessions ORDER BY {_NEWEST}")
+    return [SessionHead(*row) for row in rows]
+
+
+def chat_title(head: SessionHead, every: Mapping[str, SessionHead]) -> str:
     """The title of the chat that a session or fork belongs to."""
-    seen = {row.id}
-    while row.forked_from is not None and row.forked_from not in seen:
-        row = every[row.forked_from]
-        seen.add(row.id)
-    return row.title
+    seen = {head.id}
+    while head.forked_from is not None and head.forked_from not in seen:
+        head = every[head.forked_from]
+        seen.add(head.id)
+    return head.title
 
 
 def first_line(text: str) -> str:
@@ -122,14 +134,14 @@ def find_session(db: sqlite3.Connection, ref: str, *, trash: bool) -> SessionRow
     Raises:
         UnknownSession: None, or more than one.
     """
-    everything = all_sessions(db)
+    everything = heads(db)
     rows = [row for row in everything if (row.trashed_at is not None) == trash]
     if ref == "@last":
         if not rows:
             raise UnknownSession(
                 "There is no conversation yet.", hint="Start one with `chatkv` or `chatkv ask`."
             )
-        return rows[0]
+        return get_session(db, rows[0].id)
     every = {row.id: row for row in everything}
     for found in (
         [row for row in rows if row.id == ref],
@@ -152,8 +164,8 @@ def find_session(db: sqlite3.Connection, ref: str, *, trash: bool) -> SessionRow
 
 
 def _forks_named(
-    rows: Sequence[SessionRow], every: Mapping[str, SessionRow], ref: str
-) -> list[SessionRow]:
+    rows: Sequence[SessionHead], every: Mapping[str, SessionHead], ref: str
+) -> list[SessionHead]:
     name, colon, fork = ref.rpartition(":")
     if not colon:
         return []
@@ -165,12 +177,12 @@ def _forks_named(
     ]
 
 
-def _ids(rows: Sequence[SessionRow]) -> str:
+def _ids(rows: Sequence[SessionHead]) -> str:
     shown = ", ".join(row.id[:8] for row in rows[:5])
     return shown if len(rows) <= 5 else f"{shown}, ..."
 
 
-def _trash_hint(rows: Sequence[SessionRow], ref: str) -> str:
+def _trash_hint(rows: Sequence[SessionHead], ref: str) -> str:
     for row in rows:
         if row.trashed_at is not None and ref in (row.id, row.title or None):
             return f"It is in the trash, as {row.id}: restore it first."

@@ -8,6 +8,7 @@ Knows sessions: making, finding, forking (T7) and deleting (T8) them. The tree o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sessions import listing, removal, tree
@@ -52,25 +53,27 @@ class ChatStore(ForgetStore):
             sort: `updated` (newest first), `size` or `name`.
         """
         with self._reading():
-            among = self._matching(query, trash) if query and query.strip() else None
-            return listing.summaries(self._db, trash=trash, limit=limit, sort=sort, among=among)
+            if not query or not query.strip():
+                return listing.summaries(self._db, trash=trash, limit=limit, sort=sort)
+            hits = words.newest_hits(self._db, query, limit=1000, trash=trash)
+            named = self._named(query)
+            among = named | hits.keys()
+            rows = listing.summaries(self._db, trash=trash, limit=limit, sort=sort, among=among)
+            texts = words.excerpts(self._db, query, [hits[r.id] for r in rows if r.id in hits])
+            return [replace(row, match=texts.get(hits.get(row.id, 0), "")) for row in rows]
 
-    def _matching(self, query: str, trash: bool) -> dict[str, str]:
-        """Ids of sessions that match, each with the text to show."""
-        every = {row.id: row for row in listing.all_sessions(self._db)}
+    def _named(self, query: str) -> set[str]:
+        """Ids of sessions with all these words in their name."""
+        every = {head.id: head for head in listing.heads(self._db)}
         wanted = query.casefold().split()
-        among = {
-            row.id: ""
-            for row in every.values()
+        return {
+            head.id
+            for head in every.values()
             if all(
-                word in f"{listing.chat_title(row, every)} {row.title}".casefold()
+                word in f"{listing.chat_title(head, every)} {head.title}".casefold()
                 for word in wanted
             )
         }
-        for match in words.search(self._db, query, limit=1000, trash=trash):
-            if not among.get(match.session_id):
-                among[match.session_id] = match.excerpt
-        return among
 
     def find(self, ref: str, *, trash: bool = False) -> SessionRow:
         """What `ref` means: `@last`, an id, a unique prefix of one, a name, or `name:fork`.
