@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from chatkv.errors import ConfigError
 
@@ -21,6 +22,10 @@ class EngineConfig:
     """Tokens a conversation may hold; None is what the model was trained for."""
     pool_tokens: int | None = None
     """Tokens the page pool holds over all open conversations; None is two contexts."""
+    host_bytes: int = 0
+    """Host memory for pages that leave the pool; 0 keeps none."""
+    restore: Literal["auto", "always", "never"] = "auto"
+    """Whether stored pages are read: where that is faster than computing them, always, or never."""
     spec: str = "auto"
     """Drafting: `none`, `auto`, `chain:N` or `tree:N` (N guessed rows)."""
     drafters: tuple[str, ...] = ("ngram",)
@@ -36,6 +41,10 @@ class EngineConfig:
                 f"Unknown drafting mode {self.spec!r}.",
                 hint="Use none, auto, chain:N or tree:N with N from 1 to 62.",
             )
+        if self.restore not in ("auto", "always", "never"):
+            raise ConfigError(f"restore is {self.restore!r}.", hint="Use auto, always or never.")
+        if self.host_bytes < 0:
+            raise ConfigError(f"host_bytes is {self.host_bytes}.", hint="Use 0 or more.")
         for name in ("threads", "context_limit", "pool_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

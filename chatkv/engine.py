@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 
 from chatkv.batch import tree_batch
@@ -18,10 +19,13 @@ from chatkv.errors import ConfigError, ContextFull, UsageError
 from chatkv.grammar import Grammars
 from chatkv.kv.format import KVFormat
 from chatkv.kv.keys import fingerprint, root_key
-from chatkv.kv.prefix import PrefixCache
+from chatkv.kv.pool import PagePool
+from chatkv.kv.prefix import CachedPage, PrefixCache
 from chatkv.kv.saver import PageSaver
-from chatkv.kv.store import PageStore
+from chatkv.kv.store import PageHead, PageStore
+from chatkv.kv.swap import HostPages
 from chatkv.kv.table import PageTable
+from chatkv.kv.tiers import Tiers
 from chatkv.models.logits import StepLogits
 from chatkv.models.model import Model
 from chatkv.prefill import Logits, PrefillReport, Prompts
@@ -77,7 +81,13 @@ class Engine:
         self.pool.reclaim = self.prefix.reclaim
         queue_bytes = QUEUE_BYTES if model.device == "cpu" else DEVICE_QUEUE_BYTES
         self.saver = PageSaver(store, queue_bytes=queue_bytes) if store is not None else None
-        self.prompts = Prompts(model, self.pool, self.prefix, self.saver)
+        host = HostPages(config.host_bytes)
+        token_bytes = self.pool.payload_bytes(1)
+        exact = model.backend.mode == "exact"
+        self.tiers = Tiers(host, store, token_bytes, restore=config.restore, exact=exact)
+        if config.host_bytes:
+            self.prefix.spill = partial(_spill, self.pool, host)
+        self.prompts = Prompts(model, self.pool, self.prefix, self.saver, self.tiers)
         self.identity = model.identity(self.pool.page_size, kv)
         self.fingerprint = fingerprint(self.identity)
         self.root_key = root_key(self.fingerprint, salt)
@@ -240,6 +250,7 @@ class Engine:
         """Let queued pages reach the disk, two seconds at most."""
         if self.saver is not None:
             self.saver.close()
+        self.tiers.host.clear()
 
     def _accept(self, seq: Sequence, tree: DraftTree, result: StepLogits, first: int) -> Accepted:
         """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""
@@ -263,3 +274,11 @@ class Engine:
             start = seq.table.length + len(gained.rows) - len(rows)
             self.drafting.read(seq.id, start, result.features(rows))
         return gained
+
+
+def _spill(pool: PagePool, host: HostPages, entry: CachedPage) -> None:
+    """Copy a page that leaves the pool to host memory. Its place in the chain is not kept: only
+    what is written to disk needs it."""
+    rows = len(entry.ids)
+    head = PageHead(entry.key, entry.parent, 0, 0, entry.ids, entry.sampled, "mixed")
+    host.put(head, pool.payload_bytes(rows), lambda: pool.read(entry.page, rows))

@@ -169,7 +169,13 @@ class Usage:
     draft_n_accepted: int = 0
     restore_ms: float = 0.0
     restored_pages: int = 0
+    """Pages that came from disk."""
+    host_pages: int = 0
+    """Pages that came from host memory."""
     reuse_reason: str = "new"
+    """Why no more was reused."""
+    reuse_detail: str = ""
+    """What goes with the reason, in a clause, or nothing."""
     verified: bool | None = None
     """Whether a forward pass agreed with the restored pages; None when nothing was restored."""
     context_limit: int = 0

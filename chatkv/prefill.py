@@ -24,6 +24,7 @@ from chatkv.kv.restore import Found, find_prefix, publish
 from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import Origin, PageHead
 from chatkv.kv.table import PageTable
+from chatkv.kv.tiers import Lookup, Tiers
 from chatkv.models.logits import Features
 from chatkv.models.model import Model
 from chatkv.sequence import Sequence
@@ -36,12 +37,20 @@ Logits = npt.NDArray[np.float32]
 class PrefillReport:
     """How one prompt came to its pages."""
 
+    known: int = 0
+    """Tokens from the first on that were computed before, as far as the caller knows."""
     reused: int = 0
-    """Tokens found in the pool or on disk."""
+    """Tokens found in the pool, in host memory or on disk."""
     computed: int = 0
     restored_pages: int = 0
+    """From disk."""
+    host_pages: int = 0
+    """From host memory."""
     restore_ms: float = 0.0
     reason: str = "new"
+    """Why the run of reused tokens ends where it does: `new`, or why known tokens were missed."""
+    detail: str = ""
+    """What goes with the reason: both estimates, the check that failed, the fields that differ."""
     verified: bool | None = None
     """Whether the model agreed with what came from disk; None if nothing did, or no witness was
     stored."""
@@ -55,12 +64,19 @@ class Prompts:
         pool: Where pages live.
         prefix: Pages of the pool by key.
         saver: The way to disk, or None.
+        tiers: What can be read besides the pool, or None.
     """
 
     def __init__(
-        self, model: Model, pool: PagePool, prefix: PrefixCache, saver: PageSaver | None
+        self,
+        model: Model,
+        pool: PagePool,
+        prefix: PrefixCache,
+        saver: PageSaver | None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.model, self.pool, self.prefix, self.saver = model, pool, prefix, saver
+        self.tiers = tiers
         self.tap_rows = 0
         """Last rows of a prompt whose tapped residuals somebody reads."""
         self.read: Callable[[int, int, Features], None] | None = None
@@ -74,10 +90,16 @@ class Prompts:
         """
         self._reuse(seq, report)
         yield None
+        spent = 0.0
         while (before := seq.table.length) < len(seq.tokens):
+            begun = perf_counter()
             logits = self._part(seq, seq.table, len(seq.tokens))
+            spent += perf_counter() - begun  # the last part waits for its logits, and so for all
             report.computed += seq.table.length - before
             self.remember(seq, before)
+            if logits is not None and self.tiers is not None:
+                chosen = sum(seq.sampled[report.reused : seq.table.length])
+                self.tiers.rates.computed(report.computed - chosen, chosen, spent)
             yield logits
 
     def remember(self, seq: Sequence, before: int) -> None:
@@ -97,6 +119,9 @@ class Prompts:
             return
         for index in sorted(seq.unsaved):
             self._save(seq, index, min(size, length - index * size))
+        if self.tiers is not None and self.saver.on:
+            store, rates = self.saver.store, self.tiers.rates.to_json()
+            self.saver.after_pages(lambda: store.keep_rates(rates))
         if seq.last_logits is not None:
             witness = Witness.of(np.asarray(seq.last_logits))
             self.saver.after_pages(
@@ -108,16 +133,20 @@ class Prompts:
     def _reuse(self, seq: Sequence, report: PrefillReport) -> None:
         """Hold the longest run of known rows; the last id is always computed, for its logits."""
         begun = perf_counter()
-        store = None
+        tiers = self.tiers
         if self.saver is not None:
             self.saver.flush(1.0)
-            store = self.saver.store
+        if tiers is not None:
+            tiers.begin()
         known = len(seq.tokens) - 1
         ids, sampled = seq.tokens[:known], seq.sampled[:known]
-        found = find_prefix(self.pool, self.prefix, store, seq.root_key, ids, sampled)
+        found = find_prefix(self.pool, self.prefix, tiers, seq.root_key, ids, sampled)
+        look = tiers.end() if tiers is not None else Lookup()
         seq.table.adopt(found.pages, found.num_tokens)
         report.reason = found.reason
-        if found.restored:
+        if found.restored and not look.disk_pages:
+            publish(self.prefix, found, self.pool.page_size)  # our own, from memory
+        elif found.restored:
             try:
                 report.verified = self._proved(seq)
             except OutOfPages:
@@ -126,14 +155,38 @@ class Prompts:
                 report.verified = False
             if report.verified is False:
                 self._distrust(seq, found)
+                look = Lookup()
                 found = find_prefix(self.pool, self.prefix, None, seq.root_key, ids, sampled)
                 seq.table.adopt(found.pages, found.num_tokens)
-                report.reason = "damaged"
+                report.reason, report.detail = "damaged", "witness"
             else:
                 publish(self.prefix, found, self.pool.page_size)
-                report.restored_pages = len(found.restored)
+        if found.restored:
             report.restore_ms = 1000 * (perf_counter() - begun)
+        report.restored_pages, report.host_pages = look.disk_pages, look.host_pages
         report.reused = seq.table.length
+        if report.reason == "new" and report.reused < report.known:
+            report.reason, report.detail = self._why(seq, report, look)
+
+    def _why(self, seq: Sequence, report: PrefillReport, look: Lookup) -> tuple[str, str]:
+        """Why tokens that were computed before are computed again, and what goes with it."""
+        tiers = self.tiers
+        if look.plan is not None and not look.plan.restore:
+            return "faster", look.plan.detail
+        if tiers is None or tiers.disk is None:
+            return "off", "pages are not stored"
+        if not tiers.reads_disk:
+            return "off", "nothing is read from disk (kv.restore never)"
+        size = self.pool.page_size
+        check = tiers.disk.quarantined(seq.key_at(report.reused // size * size))
+        if check:
+            return "damaged", check
+        if report.reused < size:
+            fields = tiers.disk.other_models(seq.tokens, seq.sampled)
+            if fields:
+                return "fingerprint", ", ".join(fields)
+        gone = tiers.disk.snapshot(seq.key_at(report.known)) is not None
+        return "evicted" if gone else "not_stored", ""
 
     def _proved(self, seq: Sequence) -> bool | None:
         """Compute the last row with a witness again, over the restored pages; None without one."""
@@ -166,6 +219,8 @@ class Prompts:
         """The model disagrees: what was read, and what was built on it, is not read again."""
         saver = self.saver
         assert saver is not None
+        assert self.tiers is not None
+        self.tiers.host.clear()
         key = found.restored[0][1].key
         saver.after_pages(lambda: _quarantine(saver, key))
         saver.flush(1.0)

@@ -21,6 +21,7 @@ from chatkv.spec.drafters.draft_model import expect_same_tokenizer
 from chatkv.tokenizer import Tokenizer
 from sessions.deletion import work_off_at_start
 from sessions.pages import open_page_store
+from sessions.retention import default_host_bytes
 from sessions.service import EngineService
 from sessions.token_log import StoredLog
 
@@ -35,8 +36,9 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
     Args:
         options: `model` (name or path), and maybe `device` (auto by default), `threads`,
             `context`, `spec`, `drafters`, `kv_path` (None: no pages on disk), `kv_limit_bytes`,
-            `chat_db` (None: the drafter `history` has no other chats to copy from), `draft_model`
-            (name or path, of the drafter of that name), `kv_dtype`, `keep_layers`.
+            `kv_restore`, `host_bytes` (None: a tenth of the memory, 4 GiB at most), `chat_db`
+            (None: the drafter `history` has no other chats to copy from), `draft_model` (name or
+            path, of the drafter of that name), `kv_dtype`, `keep_layers`.
         progress: Called with stage, bytes done, bytes in all.
 
     Raises:
@@ -49,6 +51,7 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         drafters.append("draft_model")
     check_names(drafters)
     expect_draft_model(drafters, options.get("draft_model"))
+    host = options.get("host_bytes")
     config = EngineConfig(
         threads=options.get("threads"),
         context_limit=options.get("context"),
@@ -56,6 +59,8 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         drafters=tuple(drafters),
         kv_dtype=options.get("kv_dtype") or "bf16",
         keep_layers=tuple(options.get("keep_layers") or ()),
+        restore=options.get("kv_restore") or "auto",
+        host_bytes=default_host_bytes() if host is None else int(host),
     )
     kv = KVFormat(config.kv_dtype, config.keep_layers)
     model, notice = load_model(

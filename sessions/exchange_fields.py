@@ -22,7 +22,7 @@ _BIG = (1 << 53) - 1
 _DAY_MS = 86_400_000
 _CUT = "Nothing of this conversation was stored. Mend the line, or export it again."
 _SAMPLING = {field.name for field in fields_of(SamplingParams)}
-_COUNTS = {field.name for field in fields_of(Usage)} - {"reuse_reason", "verified"}
+_COUNTS = {field.name for field in fields_of(Usage)} - {"reuse_reason", "reuse_detail", "verified"}
 
 
 class Fields:
@@ -164,7 +164,7 @@ class Fields:
                 raise self.bad(f"{key!r} of {name!r} is no number")
             if key == "verified" and type(value) is not bool and value is not None:
                 raise self.bad(f"{key!r} of {name!r} is no true or false")
-            if key in ("reuse_reason", "finish_reason") and type(value) is not str:
+            if key in ("reuse_reason", "reuse_detail", "finish_reason") and type(value) is not str:
                 raise self.bad(f"{key!r} of {name!r} is no text")
         return found
 

@@ -13,6 +13,7 @@ import json
 import sqlite3
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -23,6 +24,7 @@ from chatkv.kv.keys import pack_bits, page_keys
 from chatkv.kv.store import PageHead
 from sessions import pagerows
 from sessions.cachefile import CacheFile
+from sessions.pagemodel import PageModel
 from sessions.records import TurnPath
 
 FORMAT = "chatkv-kv/1"
@@ -92,32 +94,24 @@ def stored_run(disk: CacheFile, paths: Sequence[ModelPath]) -> StoredRun | None:
 
 def _best_run(paths: Sequence[ModelPath], db: sqlite3.Connection) -> StoredRun | None:
     best: StoredRun | None = None
-    for root, identity, page_tokens, layers, kv_heads, head_dim, itemsize in _models(db):
+    for root, identity, model in _models(db):
         heads: dict[bytes, PageHead] = {}
         for ids, sampled in paths:
-            heads |= _run(db, root, ids, sampled, page_tokens)
-        run = StoredRun(
-            identity,
-            page_tokens,
-            layers * 2 * kv_heads * head_dim * itemsize,
-            list(heads.values()),
-        )
+            heads |= _run(db, root, ids, sampled, model.page_tokens)
+        run = StoredRun(identity, model.page_tokens, model.token_bytes, list(heads.values()))
         if heads and (best is None or _tokens(run) > _tokens(best)):
             best = run
     return best
 
 
-def _models(db: sqlite3.Connection) -> Iterator[tuple[Any, ...]]:
+def _models(db: sqlite3.Connection) -> Iterator[tuple[bytes, str, PageModel]]:
     """Roots with what their model's pages look like."""
-    from sessions.pagemodel import ITEM_BYTES
-
-    for root, identity, *numbers in db.execute(
-        "SELECT r.key, m.identity, m.page_tokens, m.num_layers, m.num_kv_heads, m.head_dim"
-        " FROM roots r JOIN models m ON m.fp = r.model_fp WHERE m.codec = 'exact' ORDER BY r.key"
+    for root, identity, codec in db.execute(
+        "SELECT r.key, m.identity, m.codec FROM roots r JOIN models m ON m.fp = r.model_fp"
+        " WHERE m.codec = 'exact' ORDER BY r.key"
     ).fetchall():
-        dtype = json.loads(identity).get("pool_dtype")
-        if dtype in ITEM_BYTES:
-            yield root, identity, *numbers, ITEM_BYTES[dtype]
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # a row that is no model
+            yield root, identity, PageModel(json.loads(identity), codec, b"")
 
 
 def _run(

@@ -37,6 +37,9 @@ class TurnReport:
     reused: int | None
     computed: int | None
     restored_pages: int
+    """From disk."""
+    host_pages: int
+    """From host memory."""
     verified: bool | None
     prompt_ms: float | None
     reason: str | None
@@ -88,6 +91,7 @@ def _report(prompt: Prompt) -> TurnReport:
         reused=reused,
         computed=count(usage, "prompt_n"),
         restored_pages=count(usage, "restored_pages") or 0,
+        host_pages=count(usage, "host_pages") or 0,
         verified=usage.get("verified"),
         prompt_ms=usage.get("prompt_ms"),
         reason=reason,
@@ -125,7 +129,10 @@ def _note(prompt: Prompt, reason: str | None) -> str:
     if reason == "forgot" and prompt.turn.forgets:
         record = prompt.turn.forgets[-1]
         return f"{record.policy}: {record.num_tokens} tokens ({record.reason})"
+    detail = prompt.turn.turn.usage.get("reuse_detail")
     models = _models(prompt)
+    if detail and reason in STORED_REASONS:
+        return str(detail) if reason != "fingerprint" else f"other {detail}"
     if models:
         return f"the model was {models[0]} and is {models[1]}"
     if prompt.left_out:

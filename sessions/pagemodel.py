@@ -5,11 +5,14 @@ Knows what `ModelSpec.identity` says. Knows no file.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
 
-from chatkv.kv.keys import canonical_json, fingerprint, root_key
+from chatkv.kv.keys import canonical_json, fingerprint, page_key, root_key
 from chatkv.kv.store import PageImage
 
 Identity = Mapping[str, object]
@@ -88,3 +91,49 @@ class PageModel:
 
     def _number(self, name: str) -> int:
         return int(str(self.identity[name]))
+
+
+def differing(
+    db: sqlite3.Connection,
+    model: PageModel,
+    salt: bytes,
+    ids: Sequence[int],
+    sampled: Sequence[bool],
+) -> list[str]:
+    """Names of the identity's fields in which another model differs that has the first page of
+    `ids`; of several the one that differs least. Empty if there is none."""
+    mine = json.loads(canonical_json(model.identity))
+    best: list[str] = []
+    for fp, identity, size in db.execute(
+        "SELECT fp, identity, page_tokens FROM models WHERE fp <> ?", (model.fp,)
+    ).fetchall():
+        if len(ids) < size:
+            continue
+        key = page_key(root_key(fp, salt), ids[:size], sampled[:size])
+        if db.execute("SELECT 1 FROM pages WHERE key = ?", (key,)).fetchone() is None:
+            continue
+        with suppress(ValueError, AttributeError):
+            theirs = cast("dict[str, Any]", json.loads(identity))
+            names = sorted(mine.keys() | theirs.keys())
+            fields = [name for name in names if mine.get(name) != theirs.get(name)]
+            if fields and (not best or len(fields) < len(best)):
+                best = fields
+    return best
+
+
+def get_rates(db: sqlite3.Connection, fp: bytes) -> dict[str, object]:
+    """Rates kept for a model; none if they cannot be read."""
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (_rates(fp),)).fetchone()
+    with suppress(ValueError):
+        found: object = json.loads(row[0]) if row is not None else None
+        return cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    return {}
+
+
+def put_rates(db: sqlite3.Connection, fp: bytes, rates: Mapping[str, float | None]) -> None:
+    """Keep what was measured. Inside the caller's transaction."""
+    db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (_rates(fp), json.dumps(dict(rates))))
+
+
+def _rates(fp: bytes) -> str:
+    return f"rates {fp.hex()[:32]}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ from chatkv.errors import ConfigError, StoreError
 from chatkv.kv.store import PageHead, PageImage, Snapshot, StoreStats
 from sessions import eviction, pagerows
 from sessions.cachefile import CacheFile
-from sessions.pagemodel import Identity, PageModel
+from sessions.pagemodel import Identity, PageModel, differing, get_rates, put_rates
 from sessions.retention import default_limit_bytes, limit_warning
 
 COMMIT_PAGES = 8
@@ -186,6 +186,30 @@ class SqlitePageStore:
                 len(fresh),
             )
         return len(fresh)
+
+    def quarantined(self, parent: bytes) -> str:
+        """Which check a page behind `parent` failed, or nothing."""
+        row = self._disk.ask(
+            lambda db: db.execute(
+                "SELECT quarantined FROM pages WHERE parent_key = ? AND quarantined IS NOT NULL",
+                (parent,),
+            ).fetchone(),
+            None,
+        )
+        return "" if row is None else str(row[0])
+
+    def other_models(self, ids: Sequence[int], sampled: Sequence[bool]) -> list[str]:
+        """Fields of the identity in which a model differs that has a page of these ids."""
+        model, salt = self.model, self._disk.salt
+        return self._disk.ask(lambda db: differing(db, model, salt, ids, sampled), [])
+
+    def kept_rates(self) -> dict[str, object]:
+        """What was measured with this model, also by another process."""
+        return self._disk.ask(lambda db: get_rates(db, self.model.fp), {})
+
+    def keep_rates(self, rates: Mapping[str, float | None]) -> None:
+        """Remember what was measured with this model. Raises StoreError."""
+        self._disk.save(lambda db: put_rates(db, self.model.fp, rates), None)
 
     def stats(self) -> StoreStats:
         """What the file holds, of all models, and what this run did to it."""

@@ -1,6 +1,8 @@
-"""How much disk the page cache may use: arithmetic only. `pages.py` carries it out."""
+"""How much disk and memory stored pages may use: arithmetic only. Others carry it out."""
 
 from __future__ import annotations
+
+import os
 
 GIB = 1 << 30
 
@@ -13,6 +15,15 @@ def default_limit_bytes(free_bytes: int, context_bytes: int) -> int:
         context_bytes: K/V of one full context of the model.
     """
     return min(free_bytes // 10, max(4 * GIB, 2 * context_bytes))
+
+
+def default_host_bytes() -> int:
+    """Host memory for pages that leave the pool when nobody sets it: a tenth, 4 GiB at most."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # no such system
+        return GIB
+    return min(4 * GIB, total // 10)
 
 
 def limit_warning(limit_bytes: int, context_bytes: int) -> str:

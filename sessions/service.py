@@ -7,6 +7,7 @@ Runs where the engine runs: in the child process, or in this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -145,11 +146,14 @@ class EngineService:
         if self.log is not None:
             self.log.poke()  # the turn before this one is stored by now
         self.engine.drafting.set_mode(request.spec or self.engine.config.spec)
-        yield from self._reply(seq, cancelled)
+        report = PrefillReport(known=computed_before(request.messages))
+        yield from self._reply(seq, report, cancelled)
 
-    def _reply(self, seq: Sequence, cancelled: Callable[[], bool]) -> Iterator[Event]:
+    def _reply(
+        self, seq: Sequence, report: PrefillReport, cancelled: Callable[[], bool]
+    ) -> Iterator[Event]:
         assert seq.reply is not None
-        engine, report = self.engine, PrefillReport()
+        engine = self.engine
         begun = perf_counter()
         total = seq.prompt_tokens
         decode_ms = prompt_ms = 0.0
@@ -205,7 +209,9 @@ class EngineService:
             draft_n_accepted=stats.tokens - stats.steps,
             restore_ms=report.restore_ms,
             restored_pages=report.restored_pages,
+            host_pages=report.host_pages,
             reuse_reason=report.reason,
+            reuse_detail=report.detail,
             verified=report.verified,
             context_limit=self.engine.context_limit,
             context_used=len(seq.tokens) + len(closing),
@@ -303,6 +309,7 @@ class EngineService:
         were stored; 0 without a store. Raises StoreError."""
         pages, saver = self.pages, self.engine.saver
         self.engine.prefix.clear()
+        self.engine.tiers.host.clear()
         self.engine.pool.clear_free()
         if self.log is not None:
             self.log.poke()
@@ -332,5 +339,19 @@ class EngineService:
             "page_bytes": pool.payload_bytes(pool.page_size),
             "cached_pages": prefix.pages,
             "evicted_pages": prefix.evicted,
+            "host": asdict(self.engine.tiers.host.stats()),
+            "rates": self.engine.tiers.rates.to_json(),
             "disk": None if self.pages is None else asdict(self.pages.stats()),
         }
+
+
+def computed_before(messages: SequenceOf[PathMessage]) -> int:
+    """Tokens from the first on that had rows once: all up to the last id that a model chose."""
+    known = length = 0
+    for message in messages:
+        if message.ids is None:
+            break
+        if message.sampled:
+            known = length + message.sampled[-1][1] - 1
+        length += len(message.ids)
+    return known

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import torch
-
 from chatkv.engine import Engine
 from chatkv.errors import ChatKVError
 from chatkv.kv.keys import canonical_json, page_key, root_key, unpack_bits
@@ -80,8 +78,8 @@ def take_pages(
                 f"{len(found)} pages do not fit the budget of {pages.limit_bytes:,} bytes.",
                 hint="Raise kv.disk_max.",
             )
-        for page in found:
-            _rows(file, page, pages)  # all are sound before one is stored
+        for page in found:  # all are sound before one is stored
+            _expect_numbers(_rows(file, page, pages), page, engine)
         _compute_one(file, found, engine, pages)
         pages.add_root(root, f"import {salt[:4].hex()}")
         images = (_image(file, page, found, root, pages) for page in found)
@@ -192,17 +190,27 @@ def _page(
 
 
 def _rows(file: BinaryIO, page: _Page, pages: SqlitePageStore) -> bytes:
-    """The rows of a page: whole, unchanged, and numbers that a model can have computed."""
+    """The rows of a page, whole and unchanged."""
     size = len(page.ids) * pages.model.token_bytes
     file.seek(page.offset)
     payload = file.read(size)
     if len(payload) != size or digest(payload) != page.digest:
         raise BadPages(f"Page {page.index} of the file is damaged.", hint="Get the file again.")
-    dtype = getattr(torch, str(pages.model.identity["pool_dtype"]))
-    values = torch.frombuffer(bytearray(payload), dtype=dtype)
-    if not bool((values.float().abs() <= LARGEST).all()):  # also false for NaN
-        raise BadPages(f"Page {page.index} of the file holds values that no model computes.")
     return payload
+
+
+def _expect_numbers(payload: bytes, page: _Page, engine: Engine) -> None:
+    """Refuse values that no model computes: NaN, infinity, and what is far too large."""
+    pool, rows = engine.pool, len(page.ids)
+    (room,) = pool.take()
+    try:
+        pool.load(room, payload, rows)
+        held = [t[:, room, :, :, :rows] for t in pool.tensors if t.dtype.itemsize > 1]
+        sound = all(bool((values.float().abs() <= LARGEST).all()) for values in held)
+    finally:
+        pool.release(room)
+    if not sound:  # NaN is not below anything either
+        raise BadPages(f"Page {page.index} of the file holds values that no model computes.")
 
 
 def _compute_one(

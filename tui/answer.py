@@ -77,7 +77,9 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "reuse": {
             "tokens": usage.cached_tokens,
             "reason": usage.reuse_reason,
+            "detail": usage.reuse_detail,
             "restored_pages": usage.restored_pages,
+            "host_pages": usage.host_pages,
             "verified": usage.verified,
         },
     }

@@ -142,6 +142,7 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
             device_option,
             kv_dtype_option,
             click.option("--threads", metavar="N", help="CPU threads."),
+            click.option("--kv-restore", metavar="WHEN", help="Read pages: auto|always|never."),
             click.option("--ephemeral", is_flag=True, help="Keep nothing on disk."),
         )
     ):
@@ -173,6 +174,7 @@ def flags_of(options: tuple[tuple[str, str], ...], **flags: Any) -> dict[str, An
         "device": "device",
         "kv_dtype": "kv.dtype",
         "threads": "threads",
+        "kv_restore": "kv.restore",
         "max_tokens": "sampling.max_tokens",
         "seed": "sampling.seed",
         "stop": "sampling.stop",

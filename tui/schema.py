@@ -113,6 +113,18 @@ SETTINGS: dict[str, Setting] = {
             "layers, from 1, that stay plain where the others are quantised",
         ),
         Setting("kv.codec", kinds.one_of("exact", "off"), "exact", "pages on disk, or none"),
+        Setting(
+            "kv.restore",
+            kinds.one_of("auto", "always", "never"),
+            "auto",
+            "stored pages are read where that is faster than computing them, always, or never",
+        ),
+        Setting(
+            "kv.host_max",
+            kinds.size,
+            None,
+            "bytes of host memory for pages that leave the pool; unset: a tenth, 4 GiB at most",
+        ),
         Setting("kv.disk_max", kinds.size, None, "bytes of kv.db; unset: a tenth of the free disk"),
         Setting("ui.theme", kinds.text, "textual-dark", "theme of the screen"),
         Setting("ui.ascii", kinds.yes_no, False, "no characters beyond ASCII in frames and signs"),

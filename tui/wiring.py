@@ -136,6 +136,8 @@ def engine_options(settings: Settings, model: str, *, ephemeral: bool) -> dict[s
         "keep_layers": list(settings["kv.keep_layers"]),
         "kv_path": str(settings.folders.kv_db) if saves else None,
         "kv_limit_bytes": settings["kv.disk_max"],
+        "kv_restore": settings["kv.restore"],
+        "host_bytes": settings["kv.host_max"],
         "chat_db": None if ephemeral else str(settings.folders.chat_db),
     }
 

@@ -125,6 +125,18 @@ def reply_end(state: str, finish_reason: str, usage: Usage | None, *, text: bool
     return REPLY_ENDS.get(finish_reason, "")
 
 
+def reuse_words(usage: Usage) -> str:
+    """Why no more was reused, with what goes with it."""
+    words = usage.reuse_reason.replace("_", " ")
+    return f"{words}: {safe_line(usage.reuse_detail)}" if usage.reuse_detail else words
+
+
+def restored_words(usage: Usage) -> str:
+    """`3 pages from disk, 2 from memory`."""
+    words = f"{plural(usage.restored_pages, 'page')} from disk"
+    return f"{words}, {usage.host_pages} from memory" if usage.host_pages else words
+
+
 def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
     """All numbers of one reply, each with its name."""
     if usage is None:
@@ -133,9 +145,9 @@ def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
     rows = {
         "context": f"{usage.context_used} of {usage.context_limit} tokens",
         "prompt": f"{usage.prompt_tokens} tokens",
-        "reused": f"{usage.cached_tokens} tokens ({usage.reuse_reason})",
+        "reused": f"{usage.cached_tokens} tokens ({reuse_words(usage)})",
         "computed": f"{usage.prompt_n} tokens in {usage.prompt_ms:.0f} ms",
-        "restored": f"{plural(usage.restored_pages, 'page')} in {usage.restore_ms:.0f} ms",
+        "restored": f"{restored_words(usage)} in {usage.restore_ms:.0f} ms",
         "reply": f"{usage.predicted_n} tokens in {usage.predicted_ms:.0f} ms, {tps}",
         "steps": f"{usage.steps}, {usage.tokens_per_step:.2f} tokens a step",
         "drafted": f"{usage.draft_n} tokens, {usage.draft_n_accepted} right",

@@ -8,7 +8,7 @@ more than one reference and copy it first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from chatkv.kv.keys import common_tokens
@@ -57,6 +57,8 @@ class PrefixCache:
         self._entries: OrderedDict[bytes, CachedPage] = OrderedDict()
         self._children: dict[bytes, list[bytes]] = {}
         self._hits = self._inserted = self._evicted = 0
+        self.spill: Callable[[CachedPage], None] | None = None
+        """Told of a page before it goes for want of room; it may keep a copy."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -157,6 +159,8 @@ class PrefixCache:
                 break
             if self._pool.refs(entry.page) == 1:
                 freed += 1
+                if self.spill is not None:
+                    self.spill(entry)
                 self._evicted += self._drop(entry.key)
         return freed
 

@@ -14,7 +14,7 @@ from chatkv.errors import OutOfPages, StoreError
 from chatkv.kv.keys import common_tokens, page_keys
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import PrefixCache
-from chatkv.kv.store import PageHead, PageStore
+from chatkv.kv.store import PageHead, Readable
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Found:
 def find_prefix(
     pool: PagePool,
     prefix: PrefixCache,
-    store: PageStore | None,
+    store: Readable | None,
     root: bytes,
     ids: Sequence[int],
     sampled: Sequence[bool],
@@ -74,7 +74,7 @@ def publish(prefix: PrefixCache, found: Found, page_size: int) -> None:
             prefix.insert(head.key, head.parent_key, page, head.token_ids, head.sampled)
 
 
-def _read_whole(pool: PagePool, store: PageStore, keys: list[bytes], found: Found) -> None:
+def _read_whole(pool: PagePool, store: Readable, keys: list[bytes], found: Found) -> None:
     """Whole pages behind the ones found, in order, until one is missing or fails its checks."""
     missing = keys[len(found.pages) :]
     if not missing:
@@ -90,7 +90,7 @@ def _read_whole(pool: PagePool, store: PageStore, keys: list[bytes], found: Foun
 def _read_edge(
     pool: PagePool,
     prefix: PrefixCache,
-    store: PageStore | None,
+    store: Readable | None,
     keys: list[bytes],
     root: bytes,
     ids: Sequence[int],

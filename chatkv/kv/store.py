@@ -140,8 +140,8 @@ class StoreStats:
     """By this run, to stay in the budget."""
 
 
-class PageStore(Protocol):
-    """Pages of one model, by key. One thread at a time; not the one that decodes."""
+class Readable(Protocol):
+    """The reading half of a store."""
 
     def find(self, keys: Sequence[bytes]) -> Mapping[bytes, PageHead]:
         """Those of `keys` that are held and not quarantined."""
@@ -158,6 +158,10 @@ class PageStore(Protocol):
         page that fails is quarantined. Values are not looked at: the caller checks imported ones.
         """
         ...
+
+
+class PageStore(Readable, Protocol):
+    """Pages of one model, by key. One thread at a time; not the one that decodes."""
 
     def write(self, images: Iterable[PageImage]) -> int:
         """Store pages in one commit and return how many were new.
@@ -186,6 +190,23 @@ class PageStore(Protocol):
 
     def snapshot(self, head_key: bytes) -> Snapshot | None:
         """The witness at that page, or None."""
+        ...
+
+    def quarantined(self, parent: bytes) -> str:
+        """Which check a page behind `parent` failed that is not returned any more, or nothing."""
+        ...
+
+    def other_models(self, ids: Sequence[int], sampled: Sequence[bool]) -> Sequence[str]:
+        """Where the first page of these ids is held for a model of another identity: the fields of
+        the identity that differ, of the one that differs least. Empty if it is held for none."""
+        ...
+
+    def kept_rates(self) -> Mapping[str, object]:
+        """What `keep_rates` kept last, also in another process."""
+        ...
+
+    def keep_rates(self, rates: Mapping[str, float | None]) -> None:
+        """Remember what was measured. Raises StoreError."""
         ...
 
     def quarantine(self, key: bytes, reason: str, *, descendants: bool = False) -> int:

@@ -69,6 +69,8 @@ def _why(report: TurnReport) -> str:
     if report.restored_pages:
         proof = {True: ", verified", False: ", refused by the model", None: ""}[report.verified]
         parts.append(f"{report.restored_pages} pages from disk{proof}")
+    if report.host_pages:
+        parts.append(f"{report.host_pages} pages from memory")
     return " · ".join(parts)
 
 
