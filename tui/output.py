@@ -53,6 +53,15 @@ def write_error(error: ChatKVError, *, as_json: bool, as_event: bool = False) ->
             note(f"  {error.hint}")
 
 
+def confirm(question: str) -> None:
+    """Ask the person at the terminal; anything but a yes ends the command."""
+    import click
+
+    from tui.safe_text import safe_line
+
+    click.confirm(safe_line(question), abort=True, err=True)
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether a person sees what is written there."""
     return stream is not None and not stream.closed and stream.isatty()

@@ -153,4 +153,4 @@ def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
         "drafted": f"{usage.draft_n} tokens, {usage.draft_n_accepted} right",
         "pages": f"{usage.pages_used} of {usage.pages_total}",
     }
-    return [(SafeText(name), SafeText(value)) for name, value in rows.items()]
+    return [(SafeText(name), safe_line(value)) for name, value in rows.items()]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatkv.errors import ContextFull, EngineLost, UsageError
-from chatkv.events import Delta, Done, Failed, Prefill, Rendered
+from chatkv.events import Delta, Done, Failed, Prefill, Rendered, Usage
 from sessions.port import ChatRow, TreeTurn
 from tui import slash
 from tui.actions import ACTIONS, COMMANDS, by_id, key_name
@@ -20,7 +20,7 @@ from tui.screens.tree import TreeScreen
 from tui.turn_tree import tree_lines
 from tui.widgets.turn_view import PART_WEIGHT, Card, folded, split_reply, weigh
 from tui.widgets.window import MAX_TURNS, MAX_WEIGHT, Window
-from tui.wording import bar, clip, clock, count, reply_end
+from tui.wording import bar, clip, clock, count, reply_end, usage_rows
 
 EVENTS = st.one_of(
     st.just(Rendered(())),
@@ -266,6 +266,11 @@ def test_a_tree_of_turns_shows_each_once_below_its_parent(
     assert sorted(shown) == list(range(len(turns)))
     for turn in turns:
         assert turn.parent_id is None or shown.index(turn.parent_id) < shown.index(turn.id)
+
+
+def test_a_reason_that_came_with_a_file_is_harmless() -> None:
+    rows = dict(usage_rows(Usage(reuse_reason="\x1b[2J\u202e")))
+    assert rows[safe_text("reused")] == "0 tokens (␛[2J‹U+202E›)"
 
 
 def test_words_for_numbers() -> None:

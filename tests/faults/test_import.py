@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from data.escape_corpus import CORPUS
+from terminal import Terminal
 
 from sessions.store import ChatStore
 from tui import cli
@@ -47,18 +47,6 @@ HARMLESS = {
     "a file for a model": OLD.replace(b'"model":"SmolLM2"', b'"model":"/tmp/evil.gguf"'),
     **{f"escape {name}": openai(title=text) for name, text in CORPUS.items() if len(text) < 900},
 }
-
-
-class Terminal(io.TextIOWrapper):
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), encoding="utf-8")
-
-    def isatty(self) -> bool:
-        return True
-
-    @property
-    def text(self) -> str:
-        return self.buffer.getvalue().decode()
 
 
 @pytest.fixture

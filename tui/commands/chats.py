@@ -154,7 +154,7 @@ def rm(found: Globals, refs: tuple[str, ...], forever: bool, yes: bool, as_json:
         chats = [work.chats.open(ref) for ref in refs]  # all must exist before one goes
         if not yes and not as_json and output.is_terminal(sys.stdin):
             names = ", ".join(output.shorten(chat.name or chat.id[:12], 40) for chat in chats)
-            click.confirm(f"Move {names} to the trash?", abort=True, err=True)
+            output.confirm(f"Move {names} to the trash?")
         for chat in chats:
             work.chats.trash(chat.id)
         ids = [chat.id for chat in chats]

@@ -87,4 +87,4 @@ def _confirm(
     if versions:
         output.note(f"{versions} other replies to the same prompts go as well.")
     what = "Take from the model and blank the text of" if purge else "Take from the model"
-    click.confirm(f"{what} turns {spans(numbers)}? Nothing brings them back", abort=True, err=True)
+    output.confirm(f"{what} turns {spans(numbers)}? Nothing brings them back")

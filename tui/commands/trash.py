@@ -80,7 +80,7 @@ def _confirm(names: Sequence[str], *, yes: bool, as_json: bool) -> None:
     if as_json or not output.is_terminal(sys.stdin):
         raise UsageError("Deleting for good has to be confirmed.", hint="Add --yes.")
     shown = ", ".join(output.shorten(name, 40) for name in names)
-    click.confirm(f"Delete {shown} for good? Nothing brings it back", abort=True, err=True)
+    output.confirm(f"Delete {shown} for good? Nothing brings it back")
 
 
 def _delete(
