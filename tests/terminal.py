@@ -9,7 +9,8 @@ class Terminal(io.TextIOWrapper):
     """Write to it as to stdout; or read from it what was typed."""
 
     def __init__(self, typed: str = "") -> None:
-        super().__init__(io.BytesIO(typed.encode()), encoding="utf-8")
+        self._bytes = io.BytesIO(typed.encode())
+        super().__init__(self._bytes, encoding="utf-8")
 
     def isatty(self) -> bool:
         return True
@@ -18,4 +19,4 @@ class Terminal(io.TextIOWrapper):
     def text(self) -> str:
         """All that was written."""
         self.flush()
-        return self.buffer.getvalue().decode()
+        return self._bytes.getvalue().decode()

@@ -28,7 +28,7 @@ def store(tmp_path):
     with ChatStore(tmp_path / "data" / "chat.db") as store:
         row = store.create_session("", EVIL, {"model": EVIL, "sampling": {"stop": [EVIL]}})
         for _ in range(2):
-            head = store.session(row.id).head_turn_id
+            head = store.session(row.id).head_turn_id or 0
             begun = store.begin_turn(
                 row.id, head, head, f"needle {EVIL}", {"seed": 1}, render=Render(FP, (1, 2))
             )
