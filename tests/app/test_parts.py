@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from app.fakes import AT_MS, FakeChats, FakeEngine
 from hypothesis import given, settings
@@ -37,7 +39,7 @@ def _reply() -> Reply:
 
 
 @given(st.lists(st.one_of(EVENTS, st.sampled_from(["stop", "end", "lost", "take"])), max_size=12))
-def test_every_reply_ends_and_an_end_is_final(steps: list[object]) -> None:
+def test_every_reply_ends_and_an_end_is_final(steps: list[Any]) -> None:
     reply = _reply()
     ended_as = None
     for step in steps:
