@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 from chatkv.batch import tree_batch
 from chatkv.config import EngineConfig
@@ -33,6 +34,7 @@ from chatkv.sampling import Sampler, SamplingParams, logprobs
 from chatkv.sequence import ReplyText, Sequence
 from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafting import Drafting
+from chatkv.spec.memory import DraftMemory
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.token_log import TokenLog
 from chatkv.spec.tree import DraftTree
@@ -40,6 +42,8 @@ from chatkv.spec.verify import Accepted, verify
 
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Row counts whose step is timed at start."""
+SAME_COST = 0.25
+"""Share by which a step may take longer or shorter than in an earlier run and count as the same."""
 QUEUE_BYTES, DEVICE_QUEUE_BYTES = 64 << 20, 512 << 20
 """Page rows that may wait for the disk; a device fills pages faster than a disk takes them."""
 
@@ -55,6 +59,7 @@ class Engine:
         token_log: Other conversations, for the drafter `history`.
         draft: A smaller model with the same tokenizer, for the drafter `draft_model`.
         costs: Rows -> milliseconds of a step, measured before; None measures them now.
+        memory: Where what the controller learns outlives the process, or None.
         guard: Whether drafting that turns out slow switches itself off.
     """
 
@@ -68,6 +73,7 @@ class Engine:
         token_log: TokenLog | None = None,
         draft: Model | None = None,
         costs: Mapping[int, float] | None = None,
+        memory: DraftMemory | None = None,
         guard: bool = True,
     ) -> None:
         self.model = model
@@ -96,10 +102,13 @@ class Engine:
         if (reader := drafters.reader) is not None:
             model.tap(reader.taps, reader.tap_rows)
         self.grammars = Grammars(model.tokenizer, spec.vocab_size, spec.eos_ids)
-        self.costs = dict(costs) if costs is not None else self.measure()
+        self.memory = memory
+        known = memory.load() if memory is not None else {}
+        self.costs = dict(costs) if costs is not None else self.known_costs(known)
         self.drafting = Drafting(
             drafters, self.costs, config.spec, guard=guard, look_again=self.prompts.look_again
         )
+        self.drafting.controller.recall(known)
         self.prompts.tap_rows, self.prompts.read = self.drafting.tap_rows, self.drafting.read
         self._next_id = 0
 
@@ -217,6 +226,8 @@ class Engine:
         """Keep what can be used again, on disk too, and give the sequence's pages back."""
         self.prompts.finish(seq)
         seq.table.release()
+        if self.memory is not None:
+            self.memory.save(self.drafting.controller.to_json)
         return self.drafting.drop(seq)
 
     def generate(self, seqs: Seq[Sequence]) -> None:
@@ -227,27 +238,40 @@ class Engine:
         while running := [seq for seq in seqs if not seq.finished]:
             self.step(running)
 
-    def measure(self, repeats: int = 3) -> dict[int, float]:
+    def known_costs(self, known: Mapping[str, Any]) -> dict[int, float]:
+        """The cost table of an earlier run, if the smallest and the largest step still take that
+        long; else a new one."""
+        with suppress(KeyError, ValueError, TypeError):
+            base = {int(rows): float(ms) for rows, ms in known["costs"]["base"]}
+            ends = self.measure(rows=(COST_ROWS[0], COST_ROWS[-1]))
+            near = [abs(ms / base[rows] - 1) < SAME_COST for rows, ms in ends.items()]
+            if tuple(base) == COST_ROWS and all(near) and min(base.values()) > 0:
+                return base
+        return self.measure()
+
+    def measure(self, repeats: int = 3, rows: Seq[int] = COST_ROWS) -> dict[int, float]:
         """Milliseconds of a step by rows: the least of a few, since other programs only add."""
         costs: dict[int, float] = {}
         table = PageTable(self.pool)
         try:
-            for rows in COST_ROWS:
+            for count in rows:
                 times: list[float] = []
                 for _ in range(repeats):
-                    tree = DraftTree.of(range(1, rows + 1), [max(0, i - 1) for i in range(rows)])
-                    with table.reserve(rows) as reserved:
+                    tree = DraftTree.of(range(1, count + 1), [max(0, i - 1) for i in range(count)])
+                    with table.reserve(count) as reserved:
                         batch = tree_batch([table], [tree], [reserved.slots])
                         begun = perf_counter()
                         self.model.step(batch, self.pool).wait()
                         times.append(1000 * (perf_counter() - begun))
-                costs[rows] = min(times)
+                costs[count] = min(times)
         finally:
             table.release()
         return costs
 
     def close(self) -> None:
-        """Let queued pages reach the disk, two seconds at most."""
+        """Let queued pages reach the disk, two seconds at most, and keep what was learnt."""
+        if self.memory is not None:
+            self.memory.save(self.drafting.controller.to_json, now=True)
         if self.saver is not None:
             self.saver.close()
         self.tiers.host.clear()

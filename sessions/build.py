@@ -18,7 +18,10 @@ from chatkv.models.devices import load_model
 from chatkv.models.model import Model
 from chatkv.spec.drafters import check_names, expect_draft_model
 from chatkv.spec.drafters.draft_model import expect_same_tokenizer
+from chatkv.spec.drafters.heads import find_heads
+from chatkv.spec.memory import DraftMemory
 from chatkv.tokenizer import Tokenizer
+from sessions.bench.about import device_facts
 from sessions.deletion import work_off_at_start
 from sessions.pages import open_page_store
 from sessions.retention import default_host_bytes
@@ -93,8 +96,19 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
     draft = None
     if "draft_model" in drafters:
         draft = load_draft(options["draft_model"], model, config.threads)
+    memory = DraftMemory(
+        catalog.cache_dir() / "drafting",
+        {
+            **model.identity(model.page_size, kv),
+            **device_facts(model.device, config.threads),
+            "drafters": drafters,
+            "heads": str(find_heads(model)) if "heads" in drafters else None,
+        },
+    )
     try:
-        engine = Engine(model, config, store=store, salt=salt, token_log=log, draft=draft)
+        engine = Engine(
+            model, config, store=store, salt=salt, token_log=log, draft=draft, memory=memory
+        )
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"{model.spec.name} and its pages fit {model.device}, but its steps do not.",

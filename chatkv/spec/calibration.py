@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from chatkv.spec.stats import Outcome
 from chatkv.spec.tree import DraftTree
@@ -37,6 +38,17 @@ class Calibration:
             key = (source, min(depth, DEEPEST), score, greedy)
             hits, tried = self._counts.get(key, (0.0, 0.0))
             self._counts[key] = (hits * KEEP + right, tried * KEEP + 1)
+
+    def to_json(self) -> list[list[object]]:
+        """All counts."""
+        return [[*key, *counts] for key, counts in sorted(self._counts.items())]
+
+    def recall(self, known: Iterable[Sequence[Any]]) -> None:
+        """Go on from the counts of an earlier run."""
+        for source, depth, score, greedy, hits, tried in known:
+            if 0 <= hits <= tried:
+                key = (str(source), int(depth), int(score), bool(greedy))
+                self._counts[key] = (float(hits), float(tried))
 
     def chances(self, tree: DraftTree, greedy: bool) -> list[float]:
         """[R] chance of each path from experience: of several sources, the most trusted counts."""

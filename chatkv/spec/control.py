@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from statistics import median
+from typing import Any
 
 from chatkv.spec.calibration import Calibration
 from chatkv.spec.costs import CostTable
@@ -110,6 +112,30 @@ class Controller:
             self._draft_ms.append(step.draft_ms)
         self.guard.observe(step)
         self._update_plain_state(step, plan)
+
+    def to_json(self) -> dict[str, object]:
+        """What the next run should know."""
+        return {
+            "calibration": self.calibration.to_json(),
+            "costs": self.costs.to_json(),
+            "guard": self.guard.to_json(),
+            "draft_ms": list(self._draft_ms),
+            "plain_state": [self._streak, self._interval, self._waited],
+        }
+
+    def recall(self, known: Mapping[str, Any]) -> None:
+        """Go on from `to_json` of an earlier run. Times count only if they are of the same cost
+        table; what makes no sense is left out."""
+        with suppress(KeyError, ValueError, TypeError):
+            self.calibration.recall(known["calibration"])
+        with suppress(KeyError, ValueError, TypeError):
+            if dict(known["costs"]["base"]) == self.costs.base:
+                self.costs.recall(known["costs"])
+                self.guard.recall(known["guard"])
+                self._draft_ms.extend(float(ms) for ms in known["draft_ms"] if ms >= 0)
+                streak, interval, waited = map(int, known["plain_state"])
+                self._streak, self._waited = streak, waited
+                self._interval = min(max(interval, FIRST_PROBE), LAST_PROBE)
 
     def explain(self) -> str:
         """One sentence for the status line: what drafting does now, and why."""

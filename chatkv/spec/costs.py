@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 RECENT = 9
 """Measurements a running median looks back on."""
@@ -54,6 +55,26 @@ class CostTable:
         else:
             factor = ms / (self.base[rows] * self._level)
             self._own.setdefault(rows, deque(maxlen=RECENT)).append(factor)
+        self._update()
+
+    def to_json(self) -> dict[str, object]:
+        """The table, and how far it was off lately."""
+        return {
+            "base": list(self.base.items()),
+            "drift": list(self._drift),
+            "own": [[rows, list(factors)] for rows, factors in self._own.items()],
+        }
+
+    def recall(self, known: Mapping[str, Any]) -> None:
+        """Go on from how far an earlier run's table, which was the same, was off."""
+        self._drift.extend(float(factor) for factor in known["drift"] if factor > 0)
+        self._level = median(self._drift) if self._drift else 1.0
+        for rows, factors in known["own"]:
+            if rows in self.base and factors and min(factors) > 0:
+                self._own[rows] = deque(map(float, factors), maxlen=RECENT)
+        self._update()
+
+    def _update(self) -> None:
         for size, base in self.base.items():
             own = self._own.get(size)
             self._now[size] = base * self._level * (median(own) if own else 1.0)

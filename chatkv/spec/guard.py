@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 from chatkv.spec.stats import StepRecord
 
@@ -58,6 +60,24 @@ class WallClockGuard:
     def wake(self) -> None:
         """End a rest."""
         self.rest_tokens = 0
+
+    def to_json(self) -> dict[str, object]:
+        """Where it stands."""
+        return {
+            "rest_tokens": self.rest_tokens,
+            "in_a_row": self._in_a_row,
+            "plain_ms": list(self._plain_ms),
+            "since_control": self._since_control,
+            "tokens": self._tokens,
+            "ms": self._ms,
+        }
+
+    def recall(self, known: Mapping[str, Any]) -> None:
+        """Go on from where an earlier run stood."""
+        self.rest_tokens, self._in_a_row = int(known["rest_tokens"]), int(known["in_a_row"])
+        self._plain_ms.extend(float(ms) for ms in known["plain_ms"] if ms > 0)
+        self._since_control = int(known["since_control"]) if self._plain_ms else CONTROL_STEPS
+        self._tokens, self._ms = int(known["tokens"]), float(known["ms"])
 
     def observe(self, step: StepRecord) -> None:
         """Measure a step, and look at the sums once enough tokens were drafted."""

@@ -31,12 +31,8 @@ def about(
         threads: Of the CPU; None is as many as torch uses.
         model, dtype, backend: None where there is none, or more than one.
     """
-    import torch
-
-    is_cuda = device.startswith("cuda")
     return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else processor(),
-        "threads": None if is_cuda else threads or torch.get_num_threads(),
+        **device_facts(device, threads),
         "model": model,
         "dtype": dtype,
         "backend": backend,
@@ -44,6 +40,17 @@ def about(
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "commit": commit(),
         "command": command(),
+    }
+
+
+def device_facts(device: str, threads: int | None = None) -> dict[str, Any]:
+    """The device's name, and how many threads where it is a CPU. Arguments as of `about`."""
+    import torch
+
+    is_cuda = device.startswith("cuda")
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else processor(),
+        "threads": None if is_cuda else threads or torch.get_num_threads(),
     }
 
 
