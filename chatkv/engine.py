@@ -184,6 +184,7 @@ class Engine:
         Returns:
             The tokens each sequence gained: one or more.
         """
+        self.drafting.prepare(seqs)
         begun = perf_counter()
         trees = self.drafting.propose(seqs)
         drafted = perf_counter()

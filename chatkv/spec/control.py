@@ -69,6 +69,14 @@ class Controller:
         self._streak = self._waited = 0
         self._interval = FIRST_PROBE
 
+    @property
+    def may_ask(self) -> bool:
+        """Whether the next step may ask drafters that cost something."""
+        if self.shape.kind == "none" or self.guard.rest_tokens:
+            return False
+        is_idle = self._streak >= PLAIN_STREAK and self._waited < self._interval
+        return self.shape.kind != "auto" or not is_idle
+
     def plan(self, seq_ids: Sequence[int], greedy: Sequence[bool] | None = None) -> Plan:
         """Whether to ask the drafters, and for how many rows."""
         cool = tuple(greedy) if greedy is not None else (False,) * len(seq_ids)

@@ -73,6 +73,10 @@ class Reader(Drafter, Protocol):
         """Rows [start, stop) it would like to read although they are in place; said once."""
         ...
 
+    def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Use the rows that were read so far, if there are many: a step follows that may ask."""
+        ...
+
 
 class GuardedDrafters:
     """Several drafters as one that never raises and returns only trees that are safe to run.
@@ -121,6 +125,11 @@ class GuardedDrafters:
         if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
             return self._try(reader, [seq_id], lambda: reader.missing(seq_id))
         return None
+
+    def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Let the drafter that reads layers use the rows it has."""
+        if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
+            self._try(reader, [seq_id], lambda: reader.catch_up(seq_id, tokens))
 
     def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
         """One tree for each context: the root alone where nobody has a guess."""

@@ -60,6 +60,16 @@ class Drafting:
         """Tapped residuals of rows that were computed, from place `start` on."""
         self.drafters.read(seq_id, start, features)
 
+    def prepare(self, seqs: Seq[Sequence]) -> None:
+        """Let drafters catch up with rows they have not read or used yet: work that is owed once
+        for a prompt or a resume, and no part of what a step costs."""
+        if not self.controller.may_ask:
+            return
+        for seq in seqs:
+            if self._look_again and (span := self.drafters.missing(seq.id)) is not None:
+                self._look_again(seq, *span)
+            self.drafters.catch_up(seq.id, seq.tokens)
+
     def propose(self, seqs: Seq[Sequence]) -> list[DraftTree]:
         """The trees to run, one a sequence; the root alone is a plain step."""
         plan = self._plan = self.controller.plan(
@@ -67,9 +77,6 @@ class Drafting:
         )
         if not plan.asks:
             return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
-        for seq in seqs:
-            if self._look_again and (span := self.drafters.missing(seq.id)) is not None:
-                self._look_again(seq, *span)
         contexts = [DraftContext(seq.id, seq.tokens, seq.sampler) for seq in seqs]
         trees = self.drafters.propose(contexts, [plan.rows[seq.id] for seq in seqs])
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import TinyModel
@@ -23,6 +24,10 @@ from chatkv.spec.verify import Accepted
 
 COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
 PROMPT = [259, *b"the cat sat on the mat, the cat sat on the mat, the ", 258]
+
+
+def tiny() -> Any:
+    return TinyModel()
 
 
 @pytest.fixture
@@ -60,12 +65,12 @@ def play(on: Engine, tokens: list[int], sampled: list[bool], seed: int, length: 
 @pytest.mark.parametrize("drafters", [("ngram",), ("history",), ("ngram", "history", "lookahead")])
 def test_plans_after_a_resume_are_those_of_a_chat_that_never_quit(tmp_path, steady, drafters):
     log = TokenIndex()
-    plain = Engine(TinyModel(), EngineConfig(spec="none"), costs=COSTS)
+    plain = Engine(tiny(), EngineConfig(spec="none"), costs=COSTS)
     log.add(PROMPT, play(plain, PROMPT, [False] * len(PROMPT), 3, 150)[0][len(PROMPT) :])
     config = EngineConfig(drafters=drafters)
 
     def engine(known: DraftMemory | None) -> Engine:
-        return Engine(TinyModel(), config, costs=COSTS, token_log=log, memory=known)
+        return Engine(tiny(), config, costs=COSTS, token_log=log, memory=known)
 
     first = engine(memory(tmp_path))
     tokens, sampled, _ = play(first, PROMPT, [False] * len(PROMPT), 3, 80)
@@ -130,7 +135,7 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
     assert set(kept.load()) >= {"calibration", "costs"}
     kept.path.write_text(damage(kept.path.read_text()))
     assert kept.load() == {}
-    engine = Engine(TinyModel(), EngineConfig(), costs=COSTS, memory=kept)
+    engine = Engine(tiny(), EngineConfig(), costs=COSTS, memory=kept)
     assert engine.costs == COSTS
 
 
@@ -172,11 +177,11 @@ def test_costs_are_measured_again_where_a_step_takes_another_time(tmp_path, monk
 
     monkeypatch.setattr(Engine, "measure", measure)
     kept = memory(tmp_path)
-    Engine(TinyModel(), EngineConfig(), memory=kept).close()
+    Engine(tiny(), EngineConfig(), memory=kept).close()
     took[COST_ROWS[-1]] *= 1.1
-    again = Engine(TinyModel(), EngineConfig(), memory=kept)
+    again = Engine(tiny(), EngineConfig(), memory=kept)
     assert again.costs[COST_ROWS[-1]] == pytest.approx(took[COST_ROWS[-1]] / 1.1)
     took[1] *= 2
-    slower = Engine(TinyModel(), EngineConfig(), memory=kept)
+    slower = Engine(tiny(), EngineConfig(), memory=kept)
     assert slower.costs[1] == took[1]
     assert asked == [COST_ROWS, (1, 16), (1, 16), COST_ROWS]

@@ -16,6 +16,8 @@ from chatkv.spec.heads.grown import tree_of
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
 
+AT_ONCE = 8
+"""Rows that are stored as part of a guess."""
 REMEMBERED = 8
 """Sequences that ended and are still known: a chat's next turn goes on from one of them."""
 
@@ -120,6 +122,14 @@ class EagleDrafter:
         if held.first <= start <= held.stop:
             start = held.stop
         return (start, stop) if start < stop else None
+
+    def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Store the rows of a prompt, or of many plain steps."""
+        held = self.held.get(seq_id)
+        if held is not None and held.waiting:
+            start, newest = held.waiting[-1]
+            if start + len(newest) - held.waiting[0][0] > AT_ONCE:
+                self._store(held, tokens)
 
     def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
         """One tree for each context."""

@@ -70,6 +70,9 @@ class HeadsDrafter:
     def missing(self, seq_id: int) -> tuple[int, int] | None:
         """Never anything."""
 
+    def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """One row is enough."""
+
     def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
         """One tree for each context."""
         return [self._tree(context, rows) for context, rows in zip(contexts, max_rows, strict=True)]

