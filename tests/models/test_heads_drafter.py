@@ -15,7 +15,7 @@ from chatkv.models.decoder import Decoder
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.drafter import DraftContext
 from chatkv.spec.drafters import heads as heads_drafter
-from chatkv.spec.drafters.heads import HeadsDrafter, load_heads
+from chatkv.spec.drafters.heads import HeadsDrafter, find_heads, load_heads
 from chatkv.spec.heads.cpu import CpuGrower, grower_of
 from chatkv.spec.heads.file import HeadFile, save, target_of
 from chatkv.spec.heads.grow import Growth, RecurrentCell, Vocabulary, grow
@@ -116,6 +116,10 @@ def test_what_ships_is_found_by_the_weights_it_was_made_for(decoder, tmp_path, m
     save(tmp_path / "b.safetensors", head_file(decoder))
     (tmp_path / "a.safetensors").write_bytes(b"no file of heads")
     assert load_heads(decoder).taps == (1, 2, 3)
+    save(tmp_path / "c.safetensors", head_file(decoder, "eagle"))
+    assert find_heads(decoder) == tmp_path / "c.safetensors"  # a CPU runs that one best
+    monkeypatch.setattr(heads_drafter, "CPU_KINDS", heads_drafter.DEVICE_KINDS)
+    assert find_heads(decoder) == tmp_path / "b.safetensors"
 
 
 def test_kinds_that_do_not_run_here_say_so(decoder):

@@ -25,7 +25,7 @@ LEAST_MINUTES = 2.0
               help="Prompts to measure with, never trained on.")  # fmt: skip
 @click.option("--minutes", type=click.FloatRange(min=LEAST_MINUTES), default=25.0, metavar="N",
               show_default=True, help="Time for everything.")  # fmt: skip
-@click.option("--kind", type=click.Choice(["recurrent", "parallel"]), default="recurrent",
+@click.option("--kind", type=click.Choice(["recurrent", "eagle", "parallel"]), default="recurrent",
               show_default=True, help="What is trained.")  # fmt: skip
 @click.option("--work", type=FILE, metavar="DIR", help="Folder of what is learned so far.")
 @device_option

@@ -135,15 +135,17 @@ def load(
     )
 
 
-def is_for(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> bool:
-    """Whether a file says that it was made for this target. Reads no tensor."""
+def kind_for(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> str | None:
+    """The kind of the head, if the file says that it was made for this target. Reads no tensor."""
     try:
         with safe_open(path, framework="pt") as opened:
             about = dict(opened.metadata() or {})
-    except (SafetensorError, OSError):
-        return False
-    needed = target_of(spec, tokenizer_fingerprint)
-    return all(about.get(name) == value for name, value in needed.items())
+        needed = target_of(spec, tokenizer_fingerprint)
+        if any(about.get(name) != value for name, value in needed.items()):
+            return None
+        return str(json.loads(about["shape"])["kind"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _shape(path: Path, about: Mapping[str, str]) -> HeadShape:
