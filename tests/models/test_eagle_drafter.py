@@ -228,7 +228,12 @@ def test_edits_and_forks_go_on_from_what_they_share(decoder, file, monkeypatch):
     flags = [*sampled[:44], *[False] * 7]
     asked: list[tuple[int, int]] = []
     real = on.prompts.look_again
-    on.drafting._look_again = lambda seq, *span: (asked.append(span), real(seq, *span))
+
+    def watched(seq, start, stop):
+        asked.append((start, stop))
+        real(seq, start, stop)
+
+    on.drafting._look_again = watched
     trees = turn(on, other, flags)[2]
     # The fork's window begins where the memory of what it shares is gone.
     assert asked == [(27, 44)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,7 @@ def decoder(make_gguf, cache, tmp_path) -> Decoder:
     return Decoder(model, Tokenizer.from_file(model.folder / "tokenizer.json"))
 
 
-def head_file(decoder: Decoder, kind: str = "recurrent", draft_ids: int = DRAFT_IDS) -> HeadFile:
+def head_file(decoder: Decoder, kind: Any = "recurrent", draft_ids: int = DRAFT_IDS) -> HeadFile:
     torch.manual_seed(1)
     head = new_head(shape_for(kind, decoder.spec, draft_ids=draft_ids)).requires_grad_(False)
     target = target_of(decoder.spec, decoder.tokenizer.tok_fp())
@@ -45,7 +47,7 @@ def test_a_tree_is_that_of_the_modules(decoder):
     file = head_file(decoder)
     grower = CpuGrower(file, decoder, depth=2, children=3)
     taps = np.random.default_rng(0).standard_normal((3, decoder.spec.hidden_size))
-    taps = taps.astype(np.float32)
+    taps: Any = taps.astype(np.float32)
     rows = torch.from_numpy(
         decoder.vocabulary_rows(np.arange(decoder.spec.vocab_size), of_head=False)
     )
@@ -88,7 +90,8 @@ def test_drafted_is_plain(decoder, temperature, tmp_path, monkeypatch):
     save(tmp_path / "heads.safetensors", head_file(decoder))
     config = EngineConfig(spec="tree:5", drafters=("heads",))
     engine = Engine(decoder, config, costs=COSTS, guard=False)
-    (drafter,), guarded = engine.drafting.drafters.drafters, engine.drafting.drafters
+    guarded = engine.drafting.drafters
+    drafter: Any = guarded.drafters[0]
     assert reply(engine) == expected
     stats = engine.drafting.controller.stats
     assert engine.drafting.controller._recent[0].drafted  # behind the prompt too
@@ -98,9 +101,10 @@ def test_drafted_is_plain(decoder, temperature, tmp_path, monkeypatch):
 
 
 def test_there_is_no_guess_from_a_row_that_did_not_choose_the_root(decoder):
-    drafter = HeadsDrafter(grower_of(head_file(decoder), decoder), (1, 2, 3))
+    grower: Any = grower_of(head_file(decoder), decoder)
+    drafter = HeadsDrafter(grower, (1, 2, 3))
     context = DraftContext(1, [1, 2, 3], Sampler(SamplingParams()))
-    features = np.ones((1, 3, decoder.spec.hidden_size), np.float32)
+    features: Any = np.ones((1, 3, decoder.spec.hidden_size), np.float32)
     for place, grows in ((0, False), (1, True), (2, False)):
         drafter.read(1, place, features)
         (tree,) = drafter.propose([context], [8])
