@@ -29,7 +29,7 @@ from chatkv.kv.table import PageTable
 from chatkv.kv.tiers import Tiers
 from chatkv.models.logits import StepLogits
 from chatkv.models.model import Model
-from chatkv.prefill import Logits, PrefillReport, Prompts
+from chatkv.prefill import Logits, PrefillReport, Preview, Prompts
 from chatkv.sampling import Sampler, SamplingParams, logprobs
 from chatkv.sequence import ReplyText, Sequence
 from chatkv.spec.drafters import DraftMeans, create_drafters
@@ -160,6 +160,11 @@ class Engine:
             context_limit=self.context_limit,
             reply=reply,
         )
+
+    def preview(self, tokens: Seq[int], sampled: Seq[bool], salt: bytes | None = None) -> Preview:
+        """What a prompt of these tokens would cost now. Reads and computes nothing."""
+        root = self.root_key if salt is None else root_key(self.fingerprint, salt)
+        return self.prompts.preview(root, list(tokens), list(sampled))
 
     def prefill(self, seq: Sequence, report: PrefillReport | None = None) -> Iterator[int]:
         """Put the prompt in place and choose the first token. Yields the tokens in place so far.

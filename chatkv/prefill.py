@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch
 
 from chatkv.batch import chain_batch
 from chatkv.errors import OutOfPages
+from chatkv.kv.keys import page_keys
+from chatkv.kv.planner import Rates
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.restore import Found, find_prefix, publish
@@ -54,6 +57,24 @@ class PrefillReport:
     verified: bool | None = None
     """Whether the model agreed with what came from disk; None if nothing did, or no witness was
     stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a prompt would cost, before anything is read or computed."""
+
+    tokens: int
+    pool_pages: int
+    """Whole pages in place already."""
+    host_pages: int
+    disk_pages: int
+    """That would be read; 0 where computing them is faster."""
+    disk_bytes: int
+    computed_tokens: int
+    computed_pages: int
+    """Pages that are made for them."""
+    ms: float | None
+    """Of reading and computing, about; None where nothing was measured yet."""
 
 
 class Prompts:
@@ -101,6 +122,41 @@ class Prompts:
                 chosen = sum(seq.sampled[report.reused : seq.table.length])
                 self.tiers.rates.computed(report.computed - chosen, chosen, spent)
             yield logits
+
+    def preview(self, root: bytes, tokens: list[int], sampled: list[bool]) -> Preview:
+        """What `fill` would do for these tokens, by the same plan; rows inside a page not counted.
+
+        Args:
+            root: Key of the empty prefix.
+            tokens: Ids of the path.
+            sampled: One flag an id.
+        """
+        size = self.pool.page_size
+        whole = len(tokens) // size * size
+        keys = page_keys(root, tokens[:whole], sampled[:whole], size)
+        pool = len(list(takewhile(self.prefix.__contains__, keys)))
+        host, plan, rates = 0, None, Rates()
+        if self.tiers is not None:
+            host, plan = self.tiers.preview(keys[pool:])
+            rates = self.tiers.rates
+        read = plan.tokens if plan is not None and plan.restore else 0
+        known = (pool + host) * size + read
+        chosen = sum(sampled[known:])
+        compute_s = rates.compute_s(len(tokens) - known - chosen, chosen)
+        restore_s = plan.restore_s if plan is not None and read else 0.0
+        ms = None
+        if compute_s is not None and restore_s is not None:
+            ms = 1000 * (compute_s + restore_s)
+        return Preview(
+            tokens=len(tokens),
+            pool_pages=pool,
+            host_pages=host,
+            disk_pages=read // size,
+            disk_bytes=plan.num_bytes if plan is not None and read else 0,
+            computed_tokens=len(tokens) - known,
+            computed_pages=self.pool.pages_for(len(tokens) - known),
+            ms=ms,
+        )
 
     def remember(self, seq: Sequence, before: int) -> None:
         """Offer the pages that became complete since `before` tokens to others, and to the disk."""

@@ -31,6 +31,7 @@ from sessions.port import (
     ChatRow,
     EnginePort,
     PathMessage,
+    Preview,
     Request,
     TreeTurn,
     TurnView,
@@ -137,6 +138,16 @@ class Chat:
 
     def turns(self) -> list[TurnView]:
         return [self._view(turn) for turn in self._path[1:]]
+
+    def preview(self, turn_id: int | None = None) -> Preview:
+        tok_fp = bytes.fromhex(self._engine.wait_ready(0.0).tok_fp)
+        path: list[TurnPath] = []
+        if self._row is not None:
+            path = self._path if turn_id is None else self._store.path(self._row.id, turn_id)
+        messages, _ = _messages([turn for turn in path if turn.shown], tok_fp)
+        salt = None if self._row is None else self._row.settings.get(KV_SALT)
+        told = self._engine.call("preview", messages=[asdict(m) for m in messages], salt=salt)
+        return Preview(**told)
 
     def tree(self) -> list[TreeTurn]:
         if self._row is None:
@@ -256,7 +267,9 @@ class Chat:
             ready = self._ready(reply, parent)
             reply.tok_fp = bytes.fromhex(ready.tok_fp)
             reply.model = ready.model
-            messages, owners = self._messages(reply.tok_fp)
+            *before, last = self._path
+            shown = [*(turn for turn in before if turn.shown), last]
+            messages, owners = _messages(shown, reply.tok_fp)
             request = Request(messages, sampling, self._spec, self._row.settings.get(KV_SALT))
             for event in self._engine.generate(request):
                 if isinstance(event, Rendered):
@@ -299,25 +312,6 @@ class Chat:
                 if parent.turn.depth == 0 and not self._row.title:
                     # Nothing was ever said here; `restore`, or the next prompt, brings it back.
                     self._store.trash(self._row.id)
-
-    def _messages(self, tok_fp: bytes) -> tuple[list[PathMessage], list[int]]:
-        """The path as the engine takes it, and the row behind each message."""
-        messages: list[PathMessage] = []
-        owners: list[int] = []
-        *before, last = self._path
-        for turn in (*(turn for turn in before if turn.shown), last):
-            for message in turn.messages:
-                render = message.render(tok_fp)
-                messages.append(
-                    PathMessage(
-                        role=message.row.role,
-                        content=message.row.content,
-                        ids=None if render is None else render.token_ids,
-                        sampled=() if render is None else render.sampled,
-                    )
-                )
-                owners.append(message.row.id)
-        return messages, owners
 
     def _keep_renders(self, event: Rendered, owners: list[int], tok_fp: bytes) -> None:
         for made in event.messages:
@@ -431,6 +425,24 @@ class _Reply:
             spans = ((0, len(self.ids)),)
             self._store.save_partial(self.turn_id, self.text, self.tok_fp, self.ids, spans)
             self._saved_at = monotonic()
+
+
+def _messages(path: Sequence[TurnPath], tok_fp: bytes) -> tuple[list[PathMessage], list[int]]:
+    """A path as the engine takes it, and the row behind each message."""
+    messages: list[PathMessage] = []
+    owners: list[int] = []
+    for message in (message for turn in path for message in turn.messages):
+        render = message.render(tok_fp)
+        messages.append(
+            PathMessage(
+                role=message.row.role,
+                content=message.row.content,
+                ids=None if render is None else render.token_ids,
+                sampled=() if render is None else render.sampled,
+            )
+        )
+        owners.append(message.row.id)
+    return messages, owners
 
 
 def _prompt(turn: TurnPath) -> str:

@@ -69,7 +69,7 @@ def paths_of(turns: Sequence[TurnPath]) -> Iterator[ModelPath]:
         path: list[TurnPath] = []
         at: TurnPath | None = leaf
         while at is not None:
-            if at is leaf or at.answered:
+            if at is leaf or at.shown:
                 path.insert(0, at)
             at = known.get(at.turn.parent_id or 0)
         messages = [message for turn in path for message in turn.messages]

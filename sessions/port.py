@@ -115,6 +115,27 @@ class TurnView:
 
 
 @dataclass(frozen=True, slots=True)
+class Preview:
+    """What going on from a place of a chat will cost, by what is stored and was measured."""
+
+    tokens: int
+    """Of the path up to there; the new prompt comes on top."""
+    pool_pages: int
+    """Whole pages that are in place already."""
+    host_pages: int
+    """That come from host memory."""
+    disk_pages: int
+    """That come from disk; 0 where computing them is faster."""
+    disk_bytes: int
+    computed_tokens: int
+    """Tokens that nobody has, or that are faster computed."""
+    computed_pages: int
+    """Pages that are made for them; the others are shared with whoever else has them."""
+    ms: float | None
+    """Until the first token of a reply, about; None where nothing was measured yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class TreeTurn:
     """One turn of a whole chat, with all its forks and siblings."""
 
@@ -167,6 +188,13 @@ class ChatPort(Protocol):
         ...
 
     def turns(self) -> list[TurnView]: ...
+
+    def preview(self, turn_id: int | None = None) -> Preview:
+        """What going on after that turn, the last by default, will cost. Asks a ready engine.
+
+        Raises EngineLost.
+        """
+        ...
 
     def tree(self) -> list[TreeTurn]:
         """Every turn of this chat and its forks, parents first; empty before the first prompt."""

@@ -115,6 +115,9 @@ class EngineService:
                 return {"text": self.engine.drafting.explain()}
             case "purge":
                 return {"pages": self._purge(list(args["ids"]), int(args["keep_tokens"]))}
+            case "preview":
+                messages = [path_message(message) for message in args["messages"]]
+                return self._preview(messages, args["salt"])
             case "take_pages":
                 return self._take_pages(**args)
             case _:
@@ -322,6 +325,12 @@ class EngineService:
             )
         return pages.purge(ids, keep_tokens)
 
+    def _preview(self, messages: list[PathMessage], salt: str | None) -> dict[str, Any]:
+        """The fields of a `Preview`."""
+        _, tokens, sampled = self._render(messages)
+        found = self.engine.preview(tokens, sampled, None if salt is None else bytes.fromhex(salt))
+        return asdict(found)
+
     def _take_pages(self, path: str, jsonl: str, max_bytes: int) -> dict[str, Any]:
         """Pages from a file that the user trusts. Raises BadPages."""
         if self.pages is None or self.engine.saver is None or not self.pages.saving:
@@ -343,6 +352,16 @@ class EngineService:
             "rates": self.engine.tiers.rates.to_json(),
             "disk": None if self.pages is None else asdict(self.pages.stats()),
         }
+
+
+def path_message(data: dict[str, Any]) -> PathMessage:
+    """A message as JSON has it."""
+    return PathMessage(
+        role=data["role"],
+        content=data["content"],
+        ids=None if data["ids"] is None else tuple(data["ids"]),
+        sampled=tuple((a, b) for a, b in data["sampled"]),
+    )
 
 
 def computed_before(messages: SequenceOf[PathMessage]) -> int:

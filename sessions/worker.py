@@ -16,8 +16,8 @@ from typing import Any
 from chatkv.errors import ChatKVError
 from chatkv.events import Event, Failed, Loading, to_json
 from sessions.frames import PROTOCOL, FrameWriter, read_frame
-from sessions.port import PathMessage, Request
-from sessions.service import EngineService
+from sessions.port import Request
+from sessions.service import EngineService, path_message
 
 
 class Worker:
@@ -105,15 +105,7 @@ class Worker:
 
 
 def _request(data: dict[str, Any]) -> Request:
-    messages = [
-        PathMessage(
-            role=m["role"],
-            content=m["content"],
-            ids=None if m["ids"] is None else tuple(m["ids"]),
-            sampled=tuple((a, b) for a, b in m["sampled"]),
-        )
-        for m in data["messages"]
-    ]
+    messages = [path_message(message) for message in data["messages"]]
     return Request(messages, data["sampling"], data["spec"], data["salt"])
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from chatkv.errors import ChatKVError, EngineLost
 from chatkv.events import Done, Event, Failed, TokenLogprob, Usage
-from sessions.port import ChatPort, TurnView
+from sessions.port import ChatPort, Preview, TurnView
+from tui.output import size
 
 NO_REPLY = "no reply; the model does not see this turn"
 """What is said of a turn that ended before its reply began."""
@@ -161,3 +162,24 @@ def summary(done: Done) -> str:
     if done.finish_reason != "stop":
         parts.append(done.finish_reason.replace("_", " "))
     return " · ".join(parts)
+
+
+def preview_words(found: Preview) -> str:
+    """What going on with a chat costs, in one line."""
+    parts = [
+        f"{pages:,} {where}"
+        for pages, where in (
+            (found.pool_pages + found.host_pages, "in memory"),
+            (found.disk_pages, f"from disk ({size(found.disk_bytes)})"),
+            (found.computed_pages, f"to compute ({found.computed_tokens:,} tokens)"),
+        )
+        if pages
+    ]
+    pages = f"pages: {', '.join(parts)}" if parts else "nothing to read or compute"
+    if found.ms is None:
+        return pages
+    return (
+        f"about {found.ms:.0f} ms, {pages}"
+        if found.ms < 1000
+        else (f"about {found.ms / 1000:.1f} s, {pages}")
+    )

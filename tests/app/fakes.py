@@ -11,7 +11,16 @@ from typing import Any
 
 from chatkv.errors import ChatKVError, ConfigError, EngineLost, UnknownSession, UsageError
 from chatkv.events import Delta, Done, Event, MessageIds, Prefill, Ready, Rendered, Usage
-from sessions.port import ChatPort, ChatRow, EngineState, Request, TreeTurn, TurnView, Watchers
+from sessions.port import (
+    ChatPort,
+    ChatRow,
+    EngineState,
+    Preview,
+    Request,
+    TreeTurn,
+    TurnView,
+    Watchers,
+)
 
 AT_MS = 1_714_564_800_000
 """1 May 2024: old enough that the screen shows a month and a year."""
@@ -128,6 +137,7 @@ class FakeChats:
         self.rows: dict[str, ChatRow] = {}
         self.heads: dict[str, int] = {}
         self.owner: dict[int, str] = {}
+        self.previews: list[tuple[str, int | None]] = []
         self.trashed: set[str] = set()
         self.calls: list[str] = []
         self.queries: list[str] = []
@@ -247,6 +257,10 @@ class FakeChat:
     def turns(self) -> list[TurnView]:
         path = self._chats.path(self._id) if self._id else []
         return [self._view(turn, number) for number, turn in enumerate(path, 1)]
+
+    def preview(self, turn_id: int | None = None) -> Preview:
+        self._chats.previews.append((self._id, turn_id))
+        return Preview(2700, 150, 0, 12, 4_200_000, 57, 4, 290.0)
 
     def tree(self) -> list[TreeTurn]:
         if not self._id:

@@ -38,11 +38,16 @@ async def _open_list(on: Stage) -> None:
     await on.shows("bench-notes", "5 chats")
 
 
+def _fork(on: Stage) -> str:
+    return on.chat_screen.view.fork if on.chat_screen.view else ""
+
+
 async def test_list_shows_the_fork_tree_and_opens() -> None:
     chats = _library()
     async with stage(chats, chats.open("ada-notes")) as on:
         await _open_list(on)
         await on.shows("● ada-notes", "└─ 16-vs-32", "   └─ long-ctx", "forked at 1")
+        await on.shows("about 290 ms")
         await on.snapshot("chats")
         await on.press("end", "enter")
         await on.shows("Which numbers did we get?", "bench-notes › main")
@@ -58,6 +63,23 @@ async def test_search_is_debounced_and_opens_the_match() -> None:
         assert chats.queries == ["", "grant"]
         await on.press("enter", "enter")
         await on.shows("grant-letter › main", "Shorter")
+
+
+async def test_the_cost_of_reopening_is_shown_when_the_engine_has_time() -> None:
+    chats = _library()
+    async with stage(chats, chats.open("ada-notes")) as on:
+        await _open_list(on)
+        await on.shows("reopening: about 290 ms, pages: 150 in memory, 12 from disk")
+        await on.press("end")
+        await on.until(lambda: chats.previews[-1] == ("chat0000", None))
+        await on.press("t")
+        await on.shows("going on here: about 290 ms")
+        assert chats.previews[-1] == ("chat0000", 1)
+        on.engine.move("lost")
+        asked = len(chats.previews)
+        await on.press("escape", "up")
+        await on.hides("reopening")
+        assert len(chats.previews) == asked
 
 
 async def test_trash_and_undo_and_rename() -> None:
@@ -93,7 +115,7 @@ async def test_new_and_fork_from_the_list() -> None:
         await on.press("f")
         await on.shows("Name of the fork after turn 1")
         await on.press("escape", "f", "enter")
-        await on.until(lambda: on.chat_screen.view.fork == "fork-5")
+        await on.until(lambda: _fork(on) == "fork-5")
         await on.press("f2")
         await on.shows("6 chats")
         await on.press("n")
@@ -106,19 +128,20 @@ async def test_the_tree_of_a_chat_leads_to_every_turn_and_forks_at_any() -> None
     async with stage(chats, chats.open("ada-notes")) as on:
         await on.enter("/tree")
         await on.shows("● 1 Hi, I am Ada ← long-ctx", "├─ ○ 2 What about int8? ← 16-vs-32")
+        await on.shows("about 290 ms")
         await on.snapshot("tree")
         await on.press("up", "enter")  # from where we are to the other fork
-        await on.until(lambda: on.chat_screen.view.fork == "16-vs-32")
+        await on.until(lambda: _fork(on) == "16-vs-32")
         await on.shows("Half.")
         await on.press("alt+up", "t", "up", "up", "f")
         await on.shows("Name of the fork after turn 1")
         await on.press("escape", "down", "down", "f", "x", "enter")
-        await on.until(lambda: on.chat_screen.view.fork == "x")
+        await on.until(lambda: _fork(on) == "x")
         assert chats.calls[-1] == "fork 6 x"
         await on.press("f2", "end", "t")
         await on.shows("Turns of bench-notes", "1 turn")
         await on.press("f", "y", "enter")
-        await on.until(lambda: on.chat_screen.view.fork == "y")
+        await on.until(lambda: _fork(on) == "y")
 
 
 async def test_a_sibling_that_was_left_is_opened_from_the_tree() -> None:
@@ -128,7 +151,7 @@ async def test_a_sibling_that_was_left_is_opened_from_the_tree() -> None:
     chats.begin(chat.id, chats.turns[old].parent, "Longer")
     shown = chats.family_of(chat.id)
     async with stage(chats, chat) as on:
-        chats.family_of = lambda _: [*shown, ChatRow("left", "left", "left", 2, 2, AT_MS)]
+        chats.family_of = lambda chat_id: [*shown, ChatRow("left", "left", "left", 2, 2, AT_MS)]
         chats.heads["left"] = old
         await on.enter("/tree")
         await on.shows("├─ ○ 2 Shorter")

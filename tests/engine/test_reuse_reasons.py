@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import TinyModel
@@ -30,7 +31,7 @@ class Program:
     """The tiny model on the files of a folder."""
 
     def __init__(self, folder: Path, *, kv: bool = True, seed: int = 0, **config: object) -> None:
-        model = TinyModel(seed)
+        model: Any = TinyModel(seed)
         self.pages = None
         if kv:
             identity = model.identity(model.page_size)
@@ -162,6 +163,33 @@ def test_without_a_store_known_tokens_are_computed(start):
     assert program.why(chat) == ("off", "pages are not stored")
 
 
+def test_a_preview_says_what_then_happens(start):
+    begun(start())
+    program = start()
+    chat = program.chats.open("@last")
+    cost = chat.preview()
+    half = chat.preview(chat.turns()[0].id)
+    assert 0 < half.tokens < cost.tokens
+    assert (cost.pool_pages, cost.host_pages) == (0, 0)
+    assert 0 < half.disk_pages < cost.disk_pages
+    assert cost.disk_bytes == cost.disk_pages * program.engine.service.engine.pool.payload_bytes(16)
+    assert cost.computed_tokens == cost.tokens - 16 * cost.disk_pages < 32
+    assert program.pages.stats().read_pages == 0  # it only looked
+    done = say(chat, PROMPTS[2])
+    assert done.usage.restored_pages in (cost.disk_pages, cost.disk_pages + 1)  # and a tail
+    cost = chat.preview()
+    assert (cost.disk_pages, cost.disk_bytes) == (0, 0)
+    assert cost.pool_pages > 0
+    program = start()
+    program.tiers.rates = Rates(1.0, 1000.0, 500.0)
+    cost = program.chats.open("@last").preview()
+    assert (cost.disk_pages, cost.computed_tokens) == (0, cost.tokens)
+    assert cost.tokens < cost.ms < 2 * cost.tokens
+    cost = start(kv=False).chats.open("@last").preview()
+    assert (cost.disk_pages, cost.computed_tokens) == (0, cost.tokens)
+    assert start().chats.new().preview().tokens == 0
+
+
 def test_evicted_and_never_stored_are_told_apart(start):
     begun(start(kv=False))
     chat = start().chats.open("@last")
@@ -219,6 +247,7 @@ def test_idle_chats_come_back_from_host_memory(start, texts, kv):
     for number in range(3):
         say(other, f"{number} something else altogether, and quite long")
     assert program.tiers.host.stats().taken > 0
+    read = 0
     if program.pages is not None:
         program.engine.service.engine.saver.flush(5)
         read = program.pages.stats().read_pages

@@ -14,7 +14,7 @@ import pytest
 
 from chatkv.errors import ConfigError, UnknownSession
 from chatkv.events import Delta, Done, Event, Prefill, Ready, Rendered, Usage
-from sessions.port import ChatRow, EngineState, TreeTurn, TurnView
+from sessions.port import ChatRow, EngineState, Preview, TreeTurn, TurnView
 from tui import wiring
 from tui.cli import run
 
@@ -77,6 +77,9 @@ class FakeChat:
 
     def turns(self) -> list[TurnView]:
         return list(self.told)
+
+    def preview(self, turn_id: int | None = None) -> Preview:
+        return Preview(2700 if turn_id is None else turn_id, 150, 1, 12, 4_300_000, 57, 4, 290.0)
 
     def tree(self) -> list[TreeTurn]:
         return [
@@ -145,6 +148,7 @@ class FakeChats:
         self.rows: list[FakeChat] = []
         self.script: Callable[[FakeChat, str], Iterator[Event]] = words
         self.notice = ""
+        self.engines: list[FakeEngine] = []
         self.ephemeral = False
 
     def add(self, name: str = "", *, fork: str = "main") -> FakeChat:
@@ -219,13 +223,16 @@ def places(tmp_path, monkeypatch) -> None:
 def chats(monkeypatch) -> FakeChats:
     """The conversations that every command of the test sees."""
     fake = FakeChats()
-    fake.engines = []
+    engines = fake.engines
 
     def open_workspace(settings, *, ephemeral=False, resume=None):
-        fake.engines.append(FakeEngine())
+        engines.append(FakeEngine())
         fake.ephemeral = ephemeral
         model = settings["model"]
-        return wiring.Workspace(settings, FakeStore(), fake.engines[-1], fake, model, ephemeral)
+        store: Any = FakeStore()
+        engine: Any = engines[-1]
+        chats: Any = fake
+        return wiring.Workspace(settings, store, engine, chats, model, ephemeral)
 
     monkeypatch.setattr(wiring, "open_workspace", open_workspace)
     return fake

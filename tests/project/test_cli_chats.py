@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
 from chatkv.errors import EngineLost
 from chatkv.events import Delta
-from tui import actions, output, plain, wiring
+from sessions.port import Preview
+from tui import actions, answer, output, plain, wiring
 
 
 @pytest.fixture
@@ -72,6 +74,21 @@ def test_show_the_tree(chatkv, told):
     (turn, *_) = chatkv("show", "ada", "--tree", "--json").json["tree"]
     assert (turn["number"], turn["parent_id"], turn["on_path"]) == (1, None, True)
     assert chatkv("show", "ada", "--tree", "--turn", "1").code == 2
+
+
+def test_what_going_on_would_cost(chatkv, told, monkeypatch):
+    monkeypatch.setattr(wiring.Workspace, "start", lambda work: work.engine.start())
+    ran = chatkv("explain", "ada", "--preview")
+    assert ran.out == (
+        "2,700 tokens: about 290 ms, pages: 151 in memory, 12 from disk (4 MiB), "
+        "4 to compute (57 tokens)\n"
+    )
+    ran = chatkv("explain", "ada", "--preview", "--at", "1", "--json")
+    assert (ran.json["preview"]["tokens"], ran.json["preview"]["disk_pages"]) == (11, 12)
+    assert chatkv("explain", "ada", "--at", "1").code == 2
+    nothing = Preview(0, 0, 0, 0, 0, 0, 0, 1500.0)
+    assert answer.preview_words(nothing) == "about 1.5 s, nothing to read or compute"
+    assert answer.preview_words(replace(nothing, pool_pages=1, ms=None)) == "pages: 1 in memory"
 
 
 def test_search(chatkv, told):

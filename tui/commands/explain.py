@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tui import installed, output, wiring
+from chatkv.errors import UsageError
+from tui import answer, installed, output, wiring
 from tui.command import Command, Globals, json_option
 from tui.commands.chats import id_argument
+from tui.conversation import find_turn
+from tui.loading import show_loading
 
 if TYPE_CHECKING:
     from sessions.divergence import Divergence, Side
@@ -19,14 +22,22 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, short_help="Why each turn was computed, or was not.")
 @id_argument
+@click.option("--preview", is_flag=True, help="What going on with it would cost; loads the model.")
+@click.option("--at", metavar="TURN", help="With --preview: after this turn, as a fork would.")
 @json_option
 @click.pass_obj
-def explain(found: Globals, ref: str, as_json: bool) -> None:
+def explain(found: Globals, ref: str, preview: bool, at: str | None, as_json: bool) -> None:
     """For each turn of the open path: tokens reused and computed, and why.
 
     Where a prompt left what was stored before it, the position and both texts are shown. No model
-    is loaded. ID is a name, name:fork, @last, or the first 4 or more characters of an id.
+    is loaded, but for --preview. ID is a name, name:fork, @last, or the first 4 or more characters
+    of an id.
     """
+    if at is not None and not preview:
+        raise UsageError("--at goes with --preview.")
+    if preview:
+        _preview(found, ref, at, as_json)
+        return
     from sessions import explain as reasons
 
     with wiring.open_store(found.settings()) as store:
@@ -49,6 +60,21 @@ def explain(found: Globals, ref: str, as_json: bool) -> None:
     for report in reports:
         if report.divergence is not None:
             _show(report, report.divergence)
+
+
+def _preview(found: Globals, ref: str, at: str | None, as_json: bool) -> None:
+    """What the next prompt would find, and what it would have to wait for."""
+    with wiring.open_workspace(found.settings(), resume=ref) as work:
+        show_loading(work.engine, found)
+        chat = work.chats.open(ref)
+        turn = None if at is None else find_turn(chat, at).id
+        work.start()
+        work.engine.wait_ready()
+        cost = chat.preview(turn)
+        if as_json:
+            output.write_json({"session": chat.id, "name": chat.name, "preview": asdict(cost)})
+        else:
+            output.line(f"{cost.tokens:,} tokens: {answer.preview_words(cost)}")
 
 
 def _cells(report: TurnReport) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,7 @@ from textual.widgets.option_list import Option
 from chatkv.errors import ChatKVError
 from sessions.port import ChatPort, ChatRow
 from tui.actions import actions, bindings
+from tui.answer import preview_words
 from tui.safe_text import SafeText, safe_line
 from tui.screens.dialogs import AskLine, ask_fork_name
 from tui.screens.tree import TreeScreen, open_turn
@@ -91,6 +94,7 @@ class ChatsScreen(Screen[Opener | None]):
         self._titles = Static("", markup=False, id="titles")
         self._list = OptionList(id="list", markup=False, compact=True)
         self._preview = Static("", markup=False, id="preview")
+        self._cost = Static("", markup=False, id="cost")
         self._notice = Notice(id="notice")
 
     def compose(self) -> ComposeResult:
@@ -99,6 +103,7 @@ class ChatsScreen(Screen[Opener | None]):
         yield self._titles
         yield self._list
         yield self._preview
+        yield self._cost
         yield self._notice
         keys = KeyLine(id="keys")
         # Taking a chat back out of the trash is said where one is put there.
@@ -172,10 +177,24 @@ class ChatsScreen(Screen[Opener | None]):
             empty = "Nothing matches." if self._search.value else "No chats yet. n starts one."
             self._preview.update(Content(empty))
             return
+        self._show_cost(row.id)
         words = safe_line(row.match) if row.match else safe_line(row.name)
         where = f"{safe_line(row.name)} › {safe_line(row.fork)} · {plural(row.turns, 'turn')}"
         head = clip(SafeText(where), max(1, self.size.width - 2))
         self._preview.update(Content.assemble((f"{head}\n", "$foreground-muted"), words))
+
+    @work(exclusive=True, group="cost")
+    async def _show_cost(self, chat_id: str) -> None:
+        """What reopening costs, below the words; nothing where the engine has no time to tell."""
+        self._cost.update("")
+        await asyncio.sleep(DEBOUNCE_S)
+        if not self.app.engine_free:
+            return
+        chats = self.app.chats
+        with contextlib.suppress(ChatKVError):  # the list is of use without it
+            cost = await in_thread(lambda: chats.open(chat_id).preview())
+            words = clip(SafeText(f"reopening: {preview_words(cost)}"), self.size.width - 2)
+            self._cost.update(Content(words))
 
     def _chosen(self) -> ChatRow | None:
         place = self._list.highlighted

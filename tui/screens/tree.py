@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,6 +17,7 @@ from textual.widgets.option_list import Option
 from chatkv.errors import ChatKVError
 from sessions.port import ChatPort, ChatsPort, TreeTurn, TurnView
 from tui.actions import actions, bindings
+from tui.answer import preview_words
 from tui.safe_text import SafeText, safe_line
 from tui.screens.dialogs import ask_fork_name
 from tui.threads import in_thread
@@ -24,6 +27,9 @@ from tui.wording import clip, error_text, plural
 
 if TYPE_CHECKING:
     from tui.app import ChatApp
+
+
+DEBOUNCE_S = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +72,14 @@ class TreeScreen(Screen[Choice | None]):
         self._head = SplitLine(SafeText("Turns"), id="header")
         self._list = OptionList(id="list", markup=False, compact=True)
         self._preview = Static("", markup=False, id="preview")
+        self._cost = Static("", markup=False, id="cost")
         self._notice = Notice(id="notice")
 
     def compose(self) -> ComposeResult:
         yield self._head
         yield self._list
         yield self._preview
+        yield self._cost
         yield self._notice
         keys = KeyLine(id="keys")
         keys.keys = key_hints(*(action.id for action in actions("tree")))
@@ -112,6 +120,20 @@ class TreeScreen(Screen[Choice | None]):
     def _show_preview(self) -> None:
         turn = self._chosen()
         self._preview.update(Content("" if turn is None else safe_line(turn.prompt[:1000])))
+        if turn is not None:
+            self._show_cost(turn.id)
+
+    @work(exclusive=True, group="cost")
+    async def _show_cost(self, turn_id: int) -> None:
+        """What going on after the turn costs; nothing where the engine has no time to tell."""
+        self._cost.update("")
+        await asyncio.sleep(DEBOUNCE_S)
+        if not self.app.engine_free:
+            return
+        with contextlib.suppress(ChatKVError):  # the tree is of use without it
+            cost = await in_thread(self._chat.preview, turn_id)
+            words = clip(SafeText(f"going on here: {preview_words(cost)}"), self.size.width - 2)
+            self._cost.update(Content(words))
 
     def _chosen(self) -> TreeTurn | None:
         place = self._list.highlighted
