@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: chat setup test test-slow test-gpu check fix faults kill-100 kill-1000 snapshots bench clean
+.PHONY: chat setup test test-slow test-gpu check fix faults fuzz soak kill-100 kill-1000 snapshots bench clean
 
 chat: setup
 	@$(BIN)/chatkv
@@ -57,12 +57,20 @@ test-gpu: $(VENV)/.test
 	CHATKV_REQUIRE=gpu $(BIN)/python -m pytest -q -m gpu
 
 faults: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m 'slow or not slow' tests/faults --ignore tests/faults/test_kill_loop.py
+	$(BIN)/python -m pytest -q -m 'slow or not slow' tests/faults \
+		--ignore-glob '*_loop.py' --ignore-glob '*_fuzz.py' --ignore-glob '*_soak.py'
 
-# With the tiny model, a tenth of them with the default model and a tenth of front and engine apart.
+# 100,000 changed imports and 10,000 damaged page files.
+fuzz: $(VENV)/.test
+	CHATKV_FUZZ=100000 $(BIN)/python -m pytest -q -s -m slow tests/faults/test_fuzz.py
+
+# 10,000 turns; then how long the list and a search take.
+soak: $(VENV)/.test
+	$(BIN)/python -m pytest -q -s -m slow tests/faults/test_soak.py
+
+# So many kills of the tiny model, and a tenth of them of the default model.
 kill-100 kill-1000: kill-%: $(VENV)/.test
-	CHATKV_KILLS=$* CHATKV_MODEL_KILLS=$$(($*/10)) \
-		$(BIN)/python -m pytest -q -s -m slow tests/faults/test_kill_loop.py
+	CHATKV_KILLS=$* $(BIN)/python -m pytest -q -s -m slow tests/faults/test_kill_loop.py
 
 snapshots: $(VENV)/.test
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/app

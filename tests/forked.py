@@ -55,7 +55,7 @@ class Child:
     def running(self) -> bool:
         return self._reader.is_alive()
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s: float = 600.0) -> int:
         """Its exit status, once it ended."""
         self._reader.join(timeout_s)
         status = self._reap(timeout_s)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from functools import cache
 from pathlib import Path
 
 from chatkv.events import Done
-from chatkv.models.model import Model
 from sessions.chat import Chats
 from sessions.port import ChatPort, EnginePort
 from sessions.store import ChatStore
 
 PROMPTS = ["the cat sat on the mat", "and then?", "the cat sat on the mat again", "why?", "the end"]
-MODEL = "SmolLM2-135M-Instruct"
 
 
 def play(folder: Path, number: int, kind: str) -> None:
@@ -23,10 +19,10 @@ def play(folder: Path, number: int, kind: str) -> None:
     Args:
         folder: Of the stores.
         number: Names the conversation and makes its seeds.
-        kind: `tiny` and `model` compute in this process, with the tiny and the default model;
-            `real` is a front with the engine in a child process, as users run it.
+        kind: `tiny` computes in this process, with the tiny model; `real` is a front with the
+            default model in a child process, as users run it.
     """
-    engine = {"tiny": _tiny, "model": _model, "real": _real}[kind](folder)
+    engine = _tiny(folder) if kind == "tiny" else _real(folder)
     engine.start()
     engine.wait_ready()
     _say("ready")
@@ -68,24 +64,17 @@ def _say(line: str) -> None:
 def _tiny(folder: Path) -> EnginePort:
     from fakes import TinyModel
 
-    return _local(TinyModel(), folder)
-
-
-def _model(folder: Path) -> EnginePort:
-    return _local(default_model(), folder)
-
-
-def _local(model: Model, folder: Path) -> EnginePort:
     from chatkv.config import EngineConfig
     from chatkv.engine import Engine
     from sessions.local import LocalEngine
     from sessions.pages import SqlitePageStore
     from sessions.service import EngineService
 
+    model = TinyModel()
     identity = model.identity(model.page_size)
     pages = SqlitePageStore(folder / "kv.db", identity, limit_bytes=1 << 30)
     costs = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9}
-    config = EngineConfig(spec="tree:3", drafters=("ngram",))
+    config = EngineConfig(spec="tree:3", drafters=("ngram", "random"))
     engine = Engine(model, config, store=pages, salt=pages.salt, costs=costs, guard=False)
     return LocalEngine(EngineService(engine, pages))
 
@@ -93,21 +82,9 @@ def _local(model: Model, folder: Path) -> EnginePort:
 def _real(folder: Path) -> EnginePort:
     from sessions.client import ChildEngine
 
-    options = {"model": MODEL, "kv_path": str(folder / "kv.db")}
+    options = {"model": "SmolLM2-135M-Instruct", "kv_path": str(folder / "kv.db")}
     return ChildEngine(options, folder / "engine.log")
 
-
-@cache
-def default_model() -> Model:
-    """The default model on one thread: what forks off must not inherit a pool of threads."""
-    from chatkv.models import catalog
-    from chatkv.models.devices import load_model
-
-    return load_model(catalog.find(MODEL), "cpu", threads=1)[0]
-
-
-if os.environ.get("CHATKV_MODEL_KILLS"):
-    default_model()  # once, in the process that others are forked off
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
