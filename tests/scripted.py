@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from chatkv.events import Done
 from sessions.chat import Chats
@@ -70,7 +71,7 @@ def _tiny(folder: Path) -> EnginePort:
     from sessions.pages import SqlitePageStore
     from sessions.service import EngineService
 
-    model = TinyModel()
+    model: Any = TinyModel()
     identity = model.identity(model.page_size)
     pages = SqlitePageStore(folder / "kv.db", identity, limit_bytes=1 << 30)
     costs = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9}
