@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from chatkv.attention.call import AttentionCall
 from chatkv.kv.table import PageTable
@@ -30,7 +31,7 @@ def tree_batch(tables: Seq[PageTable], trees: Seq[DraftTree], slots: Seq[Slots])
     return _batch(
         tables,
         np.concatenate([tree.tokens for tree in trees]),
-        np.concatenate([t.length + d for t, d in zip(tables, depths, strict=True)]),
+        np.concatenate([t.position + d for t, d in zip(tables, depths, strict=True)]),
         slots,
         ancestors=None if chains else np.concatenate([tree.ancestors() for tree in trees]),
         logit_rows=None,
@@ -45,7 +46,7 @@ def chain_batch(
     Args:
         tapped: Last ids whose tapped residuals are wanted.
     """
-    positions = table.length + np.arange(len(ids), dtype=np.int32)
+    positions = table.position + np.arange(len(ids), dtype=np.int32)
     rows = np.array([len(ids) - 1] if want_logits else [], np.int32)
     tokens = np.array(ids, np.int32)
     batch = _batch([table], tokens, positions, [slots], ancestors=None, logit_rows=rows)
@@ -62,20 +63,41 @@ def _batch(
     logit_rows: npt.NDArray[np.int32] | None,
 ) -> ForwardBatch:
     entries = [table.entries() for table in tables]
-    page_table = np.zeros((len(tables), max(len(row) for row in entries)), np.int32)
+    width = max(len(row) for row in entries)
+    page_table = np.zeros((len(tables), width), np.int32)
     for row, pages in zip(page_table, entries, strict=True):
         row[: len(pages)] = pages
     rows = [len(own) for own in slots]
+    positions = positions.astype(np.int32, copy=False)
+    valid, page_pos = _holes(tables, width)
     call = AttentionCall.of(
         torch.from_numpy(page_table),
         rows,
         [table.length + count for table, count in zip(tables, rows, strict=True)],
         ancestors=None if ancestors is None else torch.from_numpy(ancestors[:, None]),
+        valid=valid,
+        page_pos=page_pos,
     )
     return ForwardBatch(
         tokens=tokens,
-        positions=positions.astype(np.int32, copy=False),
+        positions=positions,
         slots=np.concatenate(slots),
         call=call,
         logit_rows=logit_rows,
     )
+
+
+def _holes(tables: Seq[PageTable], width: int) -> tuple[Tensor | None, Tensor | None]:
+    """`valid` and `page_pos` of an attention call; None where nothing was forgotten by anyone."""
+    holes = [table.holes() for table in tables]
+    if not any(holes):
+        return None, None
+    size = tables[0].pool.page_size
+    valid = np.zeros((len(tables), width, 2), np.int32)
+    valid[:, :, 1] = size
+    page_pos = np.tile(size * np.arange(width, dtype=np.int32), (len(tables), 1))
+    for row, found in enumerate(holes):
+        if found is not None:
+            valid[row, : len(found.valid)] = found.valid
+            page_pos[row, : len(found.page_pos)] = found.page_pos
+    return torch.from_numpy(valid), torch.from_numpy(page_pos)

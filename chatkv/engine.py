@@ -17,9 +17,13 @@ from typing import Any
 from chatkv.batch import tree_batch
 from chatkv.config import EngineConfig
 from chatkv.errors import ConfigError, ContextFull, UsageError
+from chatkv.forget import Limits, Slide, reserve_tokens
 from chatkv.grammar import Grammars
+from chatkv.kv.chain import Chain
 from chatkv.kv.format import KVFormat
 from chatkv.kv.keys import fingerprint, root_key
+from chatkv.kv.layout import stages
+from chatkv.kv.ops import Op, check_ops
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import CachedPage, PrefixCache
 from chatkv.kv.saver import PageSaver
@@ -120,26 +124,30 @@ class Engine:
         *,
         reply: ReplyText | None = None,
         salt: bytes | None = None,
+        ops: Seq[Op] = (),
+        slide: Slide | None = None,
     ) -> Sequence:
         """A sequence that goes on from `tokens`; nothing is computed yet.
 
         Args:
-            tokens: Its ids so far.
-            sampled: One for each: true where the model chose it.
-            params: Of its sampler.
-            reply: The text of what it adds, for stop strings.
+            tokens: All ids of the path, what it forgot too.
+            sampled: One flag an id: true where the model chose it.
+            params: Of the reply.
+            reply: Its text, for stop strings.
             salt: Keeps its pages apart from those of other sequences; None shares them.
+            ops: What the path forgot and where, in order. Without restarts: see `flatten`.
+            slide: Lets the reply forget as it grows; None ends it where the context is full.
 
         Raises:
-            UsageError: No tokens.
-            ContextFull: Not even one more token fits.
-            ConfigError: A bias for a token that the model lacks, or a grammar that does not
-                compile.
+            UsageError: No tokens, or ops that do not fit them.
+            ContextFull: Not even one more token fits, or positions passed those the model knows.
+            ConfigError: A bias for a token that the model lacks, a grammar that does not compile,
+                or an op that moves positions where the model cannot.
         """
         if not tokens:
             raise UsageError("There is nothing to answer.", hint="Give at least one token.")
-        if len(tokens) + 1 > self.context_limit:
-            raise ContextFull(used=0, needed=len(tokens) + 1, limit=self.context_limit)
+        limits = self.limits(params.max_tokens)
+        self._expect_ops(ops, len(tokens), limits)
         vocab_size = self.model.spec.vocab_size
         if params.logit_bias and params.logit_bias[-1][0] >= vocab_size:
             raise ConfigError(
@@ -148,16 +156,23 @@ class Engine:
             )
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self._next_id += 1
+        ids, flags = list(tokens), list(sampled)
+        root = self.root_key if salt is None else root_key(self.fingerprint, salt)
+        chain = Chain(root, self.pool.page_size, ids, flags)
+        for op in ops:
+            chain.add(op)
         return Sequence(
             id=self._next_id,
-            tokens=list(tokens),
-            sampled=list(sampled),
+            tokens=ids,
+            sampled=flags,
             table=PageTable(self.pool),
             sampler=Sampler(params, tokens, grammar),
-            root_key=self.root_key if salt is None else root_key(self.fingerprint, salt),
+            chain=chain,
             eos_ids=self.model.spec.eos_ids,
             max_tokens=params.max_tokens or self.context_limit,
-            context_limit=self.context_limit,
+            limits=limits,
+            ops=list(ops),
+            slide=slide,
             reply=reply,
         )
 
@@ -165,6 +180,19 @@ class Engine:
         """What a prompt of these tokens would cost now. Reads and computes nothing."""
         root = self.root_key if salt is None else root_key(self.fingerprint, salt)
         return self.prompts.preview(root, list(tokens), list(sampled))
+
+    def limits(self, max_tokens: int | None = None) -> Limits:
+        """What a path has to fit here, for a reply of so many tokens."""
+        spec, tokenizer = self.model.spec, self.model.tokenizer
+        closing = max(len(tokenizer.closing_ids(ended)) for ended in (False, True))
+        return Limits(
+            context=self.context_limit,
+            reserve=reserve_tokens(self.context_limit, max_tokens) + closing,
+            trained=spec.context_limit,
+            page_tokens=self.pool.page_size,
+            no_rebase=spec.no_rebase,
+            closing=closing,
+        )
 
     def prefill(self, seq: Sequence, report: PrefillReport | None = None) -> Iterator[int]:
         """Put the prompt in place and choose the first token. Yields the tokens in place so far.
@@ -175,7 +203,7 @@ class Engine:
         logits: Logits | None = None
         for part in self.prompts.fill(seq, report or PrefillReport()):
             logits = part
-            yield seq.table.length
+            yield seq.table.num_tokens
         assert logits is not None, "the last id of a prompt is always computed"
         token = seq.sampler.pick(logits, seq.tokens, len(seq.tokens)).token
         seq.push(token)
@@ -191,6 +219,9 @@ class Engine:
         """
         self.drafting.prepare(seqs)
         begun = perf_counter()
+        for seq in seqs:
+            self._slide(seq)
+            seq.expect_seen()
         trees = self.drafting.propose(seqs)
         drafted = perf_counter()
         accepted: list[Accepted] = []
@@ -215,7 +246,7 @@ class Engine:
                 reserved.keep(accepted[-1].rows)
                 first += len(tree)
         for seq, gained in zip(seqs, accepted, strict=True):
-            self.prompts.remember(seq, seq.table.length - len(gained.rows))
+            self.prompts.remember(seq, seq.table.num_tokens - len(gained.rows))
         ended = perf_counter()
         record = StepRecord.of(
             trees,
@@ -282,6 +313,51 @@ class Engine:
             self.saver.close()
         self.tiers.host.clear()
 
+    def _slide(self, seq: Sequence) -> None:
+        """Forget what has to go before the next row, if the sequence may by itself.
+
+        The place of an op is a matter of ids alone: no step reaches past it, however many rows were
+        guessed.
+        """
+        slide, table = seq.slide, seq.table
+        if slide is None or slide.room(table.num_live, table.position) > 0:
+            return
+        plan = slide.next(seq.ops, table.num_tokens, table.spans())
+        seq.ops.append(plan.op)
+        seq.chain.add(plan.op)
+        self.prompts.forget(seq)
+        seq.forgot.append(plan)
+
+    def _expect_ops(self, ops: Seq[Op], num_ids: int, limits: Limits) -> None:
+        """Refuse ops that do not fit the path or the model, and a path that does not fit."""
+        try:
+            check_ops(ops, num_ids - 1)
+            steps = stages(ops, limits.page_tokens)
+        except ValueError as error:
+            raise UsageError(
+                f"What was forgotten does not fit the conversation: {error}",
+                hint="It was recorded for other ids; fork from an earlier turn.",
+            ) from error
+        if limits.no_rebase and any(op.rebase for op in ops):
+            raise ConfigError(
+                f"The model has {limits.no_rebase}, so positions cannot move.",
+                hint="Begin anew at that op: see chatkv.forget.flatten.",
+            )
+        ends = [*(stage.base for stage in steps[1:]), num_ids + 1]
+        for stage, end in zip(steps, ends, strict=True):
+            if end - stage.shift > limits.trained:
+                first = stage.base - stage.shift
+                raise ContextFull(used=first, needed=end - stage.base, limit=limits.trained)
+            # Captured passes have room for tables twice as long as the context.
+            if len(stage.spans) * limits.page_tokens + end - stage.base > 2 * limits.trained:
+                raise UsageError(
+                    f"What is left in sight lies in {len(stage.spans)} pieces of pages.",
+                    hint="Unpin, or forget, some of the short turns.",
+                )
+        live, new = steps[-1].live, num_ids + 1 - steps[-1].base
+        if live + new > limits.context:
+            raise ContextFull(used=live, needed=new, limit=limits.context)
+
     def _accept(self, seq: Sequence, tree: DraftTree, result: StepLogits, first: int) -> Accepted:
         """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""
         params, edits_rows = seq.sampler.params, seq.sampler.edits_rows
@@ -301,7 +377,7 @@ class Engine:
         seq.last_logits = result.keep(first + gained.rows[-1])
         if (count := self.drafting.tap_rows) > 0:
             rows = [first + row for row in gained.rows[-count:]]
-            start = seq.table.length + len(gained.rows) - len(rows)
+            start = seq.table.num_tokens + len(gained.rows) - len(rows)
             self.drafting.read(seq.id, start, result.features(rows))
         return gained
 

@@ -74,12 +74,18 @@ class Limits:
     context: int
     """Tokens the model may see."""
     reserve: int
-    """Of these, tokens kept free for the reply."""
+    """Of these, tokens kept free for the reply and what closes it."""
     trained: int
     """Positions the model was trained for."""
     page_tokens: int
     no_rebase: str = ""
     """What about the model forbids to move positions; empty if nothing does."""
+    closing: int = 0
+    """Ids that close a reply: they come when the next turn begins, before it can forget."""
+
+    def room(self, live: int, position: int) -> int:
+        """How many ids fit behind `live` in sight, the next one at that position."""
+        return min(self.context - live, self.trained - position) - self.closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,15 +309,16 @@ def plan(policy: Policy, layout: Layout, limits: Limits) -> list[ForgetPlan]:
             slide = Slide.of(policy, layout, limits)
             limit, size = slide.bound, limits.page_tokens
             spans = stages(layout.ops, size)[-1].filled(layout.current.start, size)
-            drop = slide.dropped(spans, used + new + 1 - limit)
+            drop = slide.dropped(spans, used + new + 1 + limits.closing - limit)
             live = live_ranges(layout.ops, layout.current.start)
             protected = size_of(live) - size_of(without(live, slide.protected))
     left = used - size_of(drop)
-    if left + new + 1 > limit:
+    if left + new + 1 + limits.closing > limit:
         if kept is not None:
             protected = sum(size_of(layout.live(turn)) for turn in kept)
-        raise ContextFull(used=used, needed=new + 1, limit=limit, protected=protected)
-    reserve = 1 if isinstance(policy, WindowPolicy) else limits.reserve
+        needed = new + 1 + limits.closing
+        raise ContextFull(used=used, needed=needed, limit=limit, protected=protected)
+    reserve = 1 + limits.closing if isinstance(policy, WindowPolicy) else limits.reserve
     op = _placed(layout, drop, new + reserve, limits)
     if op is None:
         return []
@@ -401,7 +408,7 @@ class Slide:
             live: Ids in sight.
             position: Of the next id.
         """
-        return min(self.bound - live, self.limits.trained - position)
+        return min(self.bound - self.limits.closing - live, self.limits.room(live, position))
 
     def next(self, ops: Sequence[Op], num_ids: int, spans: Sequence[Span]) -> ForgetPlan:
         """What goes before the id at `num_ids` is computed, now that there is no room.
@@ -414,15 +421,15 @@ class Slide:
         Raises:
             ContextFull: Nothing may go.
         """
-        used = num_live(ops, num_ids)
-        drop = self.dropped(spans, used + 1 - self.bound)
-        if used - size_of(drop) + 1 > self.bound:
+        used, coming = num_live(ops, num_ids), 1 + self.limits.closing
+        drop = self.dropped(spans, used + coming - self.bound)
+        if used - size_of(drop) + coming > self.bound:
             raise ContextFull(
                 used=used, needed=1, limit=self.bound, protected=size_of(self.protected)
             )
         ends = (*self.turns[:-1], replace(self.turns[-1], stop=num_ids))
         layout = Layout((*ends, TurnSpan(-1, num_ids, num_ids + 1)), tuple(ops))
-        op = _placed(layout, drop, 1, self.limits)
+        op = _placed(layout, drop, coming, self.limits)
         assert op is not None, f"{used} of {self.bound} ids in sight, and nothing goes"
         return _plan("window" if drop else "rebase", "limit", layout, op, self.limits)
 

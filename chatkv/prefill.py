@@ -1,15 +1,17 @@
-"""How a prompt comes to its pages: found, proved, or computed. Knows a model, a pool and a store;
-no drafts.
+"""How a prompt comes to its pages: found, proved, or computed; and how a path forgets. Knows a
+model, a pool and a store; no drafts.
 
 Given ids go through the model in chunks whose edges lie at fixed places of their run, so that a
 chunk has the same shape, and so the same bits, whenever it is computed again. Chosen ids go through
-the step, many rows at once, with the bits they had when they were chosen.
+the step, many rows at once, with the bits they had when they were chosen. An op ends a run: what
+comes behind it is computed without what it drops, the first time and every other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from time import perf_counter
 
@@ -19,10 +21,12 @@ import torch
 
 from chatkv.batch import chain_batch
 from chatkv.errors import OutOfPages
-from chatkv.kv.keys import page_keys
+from chatkv.kv.keys import op_key, page_key, page_keys
+from chatkv.kv.layout import Span, stages
 from chatkv.kv.planner import Rates
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import PrefixCache
+from chatkv.kv.rebase import turn_page
 from chatkv.kv.restore import Found, find_prefix, publish
 from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import Origin, PageHead
@@ -38,7 +42,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class PrefillReport:
-    """How one prompt came to its pages."""
+    """How one prompt came to its pages. Tokens that nothing needs any more are not counted."""
 
     known: int = 0
     """Tokens from the first on that were computed before, as far as the caller knows."""
@@ -110,16 +114,19 @@ class Prompts:
             OutOfPages: The pool cannot hold the prompt. What is in place stays in place.
         """
         self._reuse(seq, report)
+        self._save_links(seq)
+        self.forget(seq)
         yield None
-        spent = 0.0
-        while (before := seq.table.length) < len(seq.tokens):
+        reused, spent = seq.table.num_tokens, 0.0
+        while (before := seq.table.num_tokens) < len(seq.tokens):
             begun = perf_counter()
             logits = self._part(seq, seq.table, len(seq.tokens))
             spent += perf_counter() - begun  # the last part waits for its logits, and so for all
-            report.computed += seq.table.length - before
+            report.computed += seq.table.num_tokens - before
             self.remember(seq, before)
+            self.forget(seq)
             if logits is not None and self.tiers is not None:
-                chosen = sum(seq.sampled[report.reused : seq.table.length])
+                chosen = sum(seq.sampled[reused : seq.table.num_tokens])
                 self.tiers.rates.computed(report.computed - chosen, chosen, spent)
             yield logits
 
@@ -158,47 +165,76 @@ class Prompts:
             ms=ms,
         )
 
+    def forget(self, seq: Sequence) -> None:
+        """Let go of what the ops at the place of the next id drop. Nothing is computed.
+
+        Raises:
+            OutOfPages: No room for keys at other positions. The ops before that one were done.
+        """
+        while (op := seq.next_op) is not None and op.at == seq.table.num_tokens:
+            first, rows = self._tail(seq)
+            if rows:
+                self._keep(seq, first, rows)
+            seq.table.forget(op, lambda span, page: self._turned(seq, span, page))
+            self._save_links(seq)
+        seq.expect_whole()
+
     def remember(self, seq: Sequence, before: int) -> None:
-        """Offer the pages that became complete since `before` tokens to others, and to the disk."""
-        size = self.pool.page_size
-        for index in range(before // size, seq.table.length // size):
-            self._keep(seq, index, size)
+        """Offer the pages that became complete since `before` ids to others, and to the disk."""
+        size, base = self.pool.page_size, seq.table.stage.base
+        done = (before - base) // size
+        for first in range(base + done * size, seq.table.num_tokens - size + 1, size):
+            self._keep(seq, first, size)
 
     def finish(self, seq: Sequence) -> None:
         """Keep the tail page and the witness too; offer again what the queue had no room for."""
-        length, size = seq.table.length, self.pool.page_size
-        if not length:
+        table = seq.table
+        if not table.num_tokens:
             return
-        if length % size:
-            self._keep(seq, length // size, length % size)
+        first, rows = self._tail(seq)
+        if rows:
+            self._keep(seq, first, rows)
+        # What it sees is what it will look for: behind its last op, and what is left from before.
+        spans = table.spans()
+        stops = [min(self._stop(seq, span), table.num_tokens) for span in spans]
+        keys = [seq.chain.key(span.first, stop) for span, stop in zip(spans, stops, strict=True)]
+        self.prefix.touch(keys)
         if self.saver is None:
             return
-        for index in sorted(seq.unsaved):
-            self._save(seq, index, min(size, length - index * size))
+        for entry, span in enumerate(spans):
+            if span.first in seq.unsaved:
+                page = table.originals.get(entry, table.pages[entry])
+                self._save(seq, span.first, stops[entry] - span.first, page)
         if self.tiers is not None and self.saver.on:
             store, rates = self.saver.store, self.tiers.rates.to_json()
             self.saver.after_pages(lambda: store.keep_rates(rates))
         if seq.last_logits is not None:
             witness = Witness.of(np.asarray(seq.last_logits))
+            length = table.num_tokens
             self.saver.after_pages(
-                witness.snapshot(seq.key_at(length), length, self.model.backend_name)
+                witness.snapshot(seq.chain.at(length), length, self.model.backend_name)
             )
 
     # Found.
 
     def _reuse(self, seq: Sequence, report: PrefillReport) -> None:
-        """Hold the longest run of known rows; the last id is always computed, for its logits."""
+        """Hold the most rows that are known; the last id is always computed, for its logits.
+
+        Raises:
+            OutOfPages: No room for keys at other positions. Nothing is held.
+        """
         begun = perf_counter()
         tiers = self.tiers
         if self.saver is not None:
             self.saver.flush(1.0)
         if tiers is not None:
-            tiers.begin()
+            # To compute again what stands behind an op takes all ids, also those it dropped.
+            tiers.begin(compares=not seq.ops)
         known = len(seq.tokens) - 1
-        ids, sampled = seq.tokens[:known], seq.sampled[:known]
-        found = find_prefix(self.pool, self.prefix, tiers, seq.root_key, ids, sampled)
+        steps = stages(seq.ops, self.pool.page_size)
+        found = find_prefix(self.pool, self.prefix, tiers, seq.chain, steps, known)
         look = tiers.end() if tiers is not None else Lookup()
-        seq.table.adopt(found.pages, found.num_tokens)
+        self._adopt(seq, found)
         report.reason = found.reason
         if found.restored and not look.disk_pages:
             publish(self.prefix, found, self.pool.page_size)  # our own, from memory
@@ -212,17 +248,54 @@ class Prompts:
             if report.verified is False:
                 self._distrust(seq, found)
                 look = Lookup()
-                found = find_prefix(self.pool, self.prefix, None, seq.root_key, ids, sampled)
-                seq.table.adopt(found.pages, found.num_tokens)
+                found = find_prefix(self.pool, self.prefix, None, seq.chain, steps, known)
+                self._adopt(seq, found)
                 report.reason, report.detail = "damaged", "witness"
             else:
                 publish(self.prefix, found, self.pool.page_size)
         if found.restored:
             report.restore_ms = 1000 * (perf_counter() - begun)
         report.restored_pages, report.host_pages = look.disk_pages, look.host_pages
-        report.reused = seq.table.length
-        if report.reason == "new" and report.reused < report.known:
+        report.reused = found.num_reused
+        if report.reason == "new" and found.num_tokens < report.known:
             report.reason, report.detail = self._why(seq, report, look)
+
+    def _adopt(self, seq: Sequence, found: Found) -> None:
+        """Fill the table with what was found, keys turned where positions have changed."""
+        pages, turned = list(found.pages), dict[int, int]()
+        try:
+            for index, span in enumerate(found.stage.spans):
+                if span.shift != span.own:
+                    turned[index] = self._turned(seq, span, pages[index])
+        except BaseException:
+            for page in [*pages, *turned.values()]:
+                self.pool.release(page)
+            raise
+        originals = {index: pages[index] for index in turned}
+        for index, page in turned.items():
+            pages[index] = page
+        seq.table.adopt(pages, found.num_tokens, found.stage, originals)
+
+    def _turned(self, seq: Sequence, span: Span, page: int) -> int:
+        """The page of a span with its keys at the positions they have now; held for the caller.
+
+        Raises:
+            OutOfPages: No room for it.
+        """
+        if span.shift == span.own:
+            return self.pool.share(page)
+        # Under a key of its own, behind nothing: an entry that is found or is made anew.
+        stop = self._stop(seq, span)
+        parent = op_key(seq.chain.key(span.first, stop), {"turn": span.shift - span.own})
+        ids, sampled = seq.tokens[span.first : stop], seq.sampled[span.first : stop]
+        key = page_key(parent, ids, sampled)
+        if held := self.prefix.match([key]):
+            return held[0]
+        (turned,) = self.pool.take()
+        frequencies = self.model.spec.rope_frequencies
+        turn_page(self.pool, page, turned, span.shift - span.own, frequencies)
+        self.prefix.insert(key, parent, turned, ids, sampled)
+        return turned
 
     def _why(self, seq: Sequence, report: PrefillReport, look: Lookup) -> tuple[str, str]:
         """Why tokens that were computed before are computed again, and what goes with it."""
@@ -233,26 +306,29 @@ class Prompts:
             return "off", "pages are not stored"
         if not tiers.reads_disk:
             return "off", "nothing is read from disk (kv.restore never)"
-        size = self.pool.page_size
-        check = tiers.disk.quarantined(seq.key_at(report.reused // size * size))
+        place = seq.table.num_tokens
+        check = tiers.disk.quarantined(seq.chain.at(self._tail(seq)[0]))
         if check:
             return "damaged", check
-        if report.reused < size:
+        if place < self.pool.page_size:
             fields = tiers.disk.other_models(seq.tokens, seq.sampled)
             if fields:
                 return "fingerprint", ", ".join(fields)
-        gone = tiers.disk.snapshot(seq.key_at(report.known)) is not None
+        gone = tiers.disk.snapshot(seq.chain.at(report.known)) is not None
         return "evicted" if gone else "not_stored", ""
 
     def _proved(self, seq: Sequence) -> bool | None:
         """Compute the last row with a witness again, over the restored pages; None without one."""
         assert self.saver is not None
-        for stop in _sampled_ends(seq.sampled, seq.table.length + 1):
+        table = seq.table
+        for stop in _sampled_ends(seq.sampled, table.num_tokens + 1):
             length = stop - 1  # the last chosen id of a reply has no row
-            snapshot = self.saver.store.snapshot(seq.key_at(length)) if length > 1 else None
+            if length <= max(1, table.stage.base):
+                return None  # what that row saw is not all here
+            snapshot = self.saver.store.snapshot(seq.chain.at(length))
             if snapshot is None:
                 continue
-            probe = seq.table.fork()
+            probe = table.fork()
             try:
                 probe.truncate(length - 1)
                 with probe.reserve(1) as reserved:
@@ -260,7 +336,8 @@ class Prompts:
                         probe, seq.tokens[length - 1 : length], reserved.slots, want_logits=True
                     )
                     logits = self.model.step(batch, self.pool).row(0)
-                    stored = self.pool.row(int(seq.table.slots(length - 1, length)[0]))
+                    slot = table.slot(length - 1)
+                    stored = self.pool.row(int(table.slots(slot, slot + 1)[0]))
                     same = torch.equal(stored, self.pool.row(int(reserved.slots[0])))
             finally:
                 probe.release()
@@ -287,12 +364,13 @@ class Prompts:
     def look_again(self, seq: Sequence, start: int, stop: int) -> None:
         """Let the reader have rows [start, stop), which are in place, as if they were new.
 
-        They are computed beside the sequence's own pages; without room for that nothing happens.
+        They are computed beside the sequence's own pages; without room for that nothing happens,
+        nor for rows from before the last op: what they saw is not here any more.
         """
         probe = seq.table.fork()
         try:
-            probe.truncate(start)
-            while probe.length < stop:
+            probe.truncate(max(start, probe.stage.base))
+            while probe.num_tokens < stop:
                 self._part(seq, probe, stop)
         except OutOfPages:
             pass
@@ -301,15 +379,16 @@ class Prompts:
 
     def _part(self, seq: Sequence, table: PageTable, stop: int) -> Logits | None:
         """Compute ids behind what `table` holds: chosen ones in one step, or given ones to the end
-        of their chunk; logits if they end the prompt. Rows from `stop - tap_rows` on are read.
+        of their chunk, and none past an op; logits if they end the prompt. Rows from
+        `stop - tap_rows` on are read.
         """
-        known = table.length
+        known = table.num_tokens
         part = self._chain if seq.sampled[known] else self._chunk
         return part(seq, table, known, stop)
 
     def _chain(self, seq: Sequence, table: PageTable, known: int, stop: int) -> Logits | None:
         """Chosen ids, as one chain through the step."""
-        end = min(stop, known + self.model.max_step_rows)
+        end = min(self._end(seq, stop), known + self.model.max_step_rows)
         while not all(seq.sampled[known:end]):
             end = known + seq.sampled[known:end].index(False)
         tapped = self._tapped(known, end, stop)
@@ -327,24 +406,25 @@ class Prompts:
 
     def _chunk(self, seq: Sequence, table: PageTable, known: int, stop: int) -> Logits | None:
         """Given ids, to the end of their chunk."""
-        run = _given_start(seq.sampled, known)
+        run = max(_given_start(seq.sampled, known), table.stage.base)
         first, size = self.model.chunk(known - run)
         start = run + first
-        end = min(start + size, stop)
+        end = min(start + size, self._end(seq, stop))
         if True in seq.sampled[known:end]:
             end = known + seq.sampled[known:end].index(True)
         tapped = self._tapped(known, end, stop)
         with table.reserve(end - known) as reserved:
             logits = self.model.prefill(
                 seq.tokens[known:end],
-                start,
-                known,
+                table.slot(start),
+                table.slot(known),
                 reserved.slots,
                 table.entries(),
                 self.pool,
                 chunk_rows=size,
                 want_logits=end == len(seq.tokens),
                 tapped=tapped,
+                holes=table.holes(),
             )
             reserved.keep(range(end - known))
         if tapped and self.read is not None:
@@ -355,37 +435,59 @@ class Prompts:
         """How many of the rows up to `end` are read."""
         return max(0, min(end - known, end - (stop - self.tap_rows)))
 
+    def _end(self, seq: Sequence, stop: int) -> int:
+        """Up to which id the next ones may be computed: an op comes there, or that is all."""
+        op = seq.next_op
+        return stop if op is None else min(stop, op.at)
+
     # Kept.
 
-    def _keep(self, seq: Sequence, index: int, rows: int) -> None:
-        """Share a page that will not be written again with whoever has the same prefix."""
-        start = index * self.pool.page_size
-        ids, flags = seq.tokens[start : start + rows], seq.sampled[start : start + rows]
-        key = seq.key_at(start + rows)
-        self.prefix.insert(key, seq.parent_key(index), seq.table.pages[index], ids, flags)
-        self._save(seq, index, rows)
+    def _tail(self, seq: Sequence) -> tuple[int, int]:
+        """(place of its first id, rows) of the open page; no rows where there is none."""
+        base = seq.table.stage.base
+        rows = (seq.table.num_tokens - base) % self.pool.page_size
+        return seq.table.num_tokens - rows, rows
 
-    def _save(self, seq: Sequence, index: int, rows: int) -> None:
+    def _stop(self, seq: Sequence, span: Span) -> int:
+        """Where the page behind a span ends, however little of it is seen."""
+        return seq.chain.stop(span.first) or span.first + self.pool.page_size
+
+    def _keep(self, seq: Sequence, first: int, rows: int) -> None:
+        """Share a page that will not be written again with whoever has the same prefix."""
+        ids, flags = seq.tokens[first : first + rows], seq.sampled[first : first + rows]
+        key, parent = seq.chain.key(first, first + rows), seq.chain.parent(first)
+        page = seq.table.pages[seq.table.slot(first) // self.pool.page_size]
+        self.prefix.insert(key, parent, page, ids, flags)
+        self._save(seq, first, rows, page)
+
+    def _save(self, seq: Sequence, first: int, rows: int, page: int) -> None:
         if self.saver is None or not self.saver.on:
             return
-        start = index * self.pool.page_size
-        flags = tuple(seq.sampled[start : start + rows])
+        stop = first + rows
+        flags = tuple(seq.sampled[first:stop])
         origin: Origin = "step" if all(flags) else "mixed" if any(flags) else "chunk"
         head = PageHead(
-            key=seq.key_at(start + rows),
-            parent_key=seq.parent_key(index),
-            chain_index=index,
-            first_position=start,
-            token_ids=tuple(seq.tokens[start : start + rows]),
+            key=seq.chain.key(first, stop),
+            parent_key=seq.chain.parent(first),
+            chain_index=seq.chain.index(first),
+            first_position=first,
+            token_ids=tuple(seq.tokens[first:stop]),
             sampled=flags,
             origin=origin,
         )
-        page = seq.table.pages[index]
         num_bytes = self.pool.payload_bytes(rows)
         if self.saver.put(head, num_bytes, lambda: self.pool.read(page, rows)):
-            seq.unsaved.discard(index)
+            seq.unsaved.discard(first)
         else:
-            seq.unsaved.add(index)
+            seq.unsaved.add(first)
+
+    def _save_links(self, seq: Sequence) -> None:
+        """Say which ops the pages to come stand behind, or the disk takes them for litter."""
+        if self.saver is None:
+            return
+        for link in seq.chain.links[: seq.ops_done]:
+            if link.op.at == seq.table.stage.base:
+                self.saver.after_pages(partial(self.saver.store.save_link, link))
 
 
 def _quarantine(saver: PageSaver, key: bytes) -> None:

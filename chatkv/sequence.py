@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from chatkv.kv.keys import page_key
+from chatkv.forget import ForgetPlan, Limits, Slide
+from chatkv.kv.chain import Chain
+from chatkv.kv.ops import Op, joined, live_ranges
 from chatkv.kv.table import PageTable
 from chatkv.sampling import Logprobs, Sampler
 
@@ -79,8 +81,8 @@ class ReplyText:
 class Sequence:
     """Token ids that grow on one engine.
 
-    `tokens[:table.length]` have their K/V in pages; the ids after that are still to be computed.
-    After the first pick exactly one id is: the last one chosen, the root of the next tree.
+    `tokens[:table.num_tokens]` were computed; the ids after that are still to be. After the first
+    pick exactly one id is: the last one chosen, the root of the next tree.
     """
 
     id: int
@@ -89,19 +91,25 @@ class Sequence:
     """One flag an id: True where the model chose it, False where it was given."""
     table: PageTable
     sampler: Sampler
-    root_key: bytes
-    """Key of the empty prefix: the model's fingerprint and the store's salt."""
+    chain: Chain
+    """Keys of its pages."""
     eos_ids: Collection[int]
     max_tokens: int
-    context_limit: int
+    limits: Limits
+    ops: list[Op] = field(default_factory=list[Op])
+    """What it forgot, or will when it comes to their places, in order."""
+    slide: Slide | None = None
+    """How it forgets by itself while the reply grows; None where a full context ends the reply."""
+    forgot: list[ForgetPlan] = field(default_factory=list[ForgetPlan])
+    """What it forgot by itself. Whoever tells the user takes it from here."""
     reply: ReplyText | None = None
     """Text of what is generated, for stop strings; None where nobody reads text."""
     prompt_tokens: int = 0
+    num_forgotten: int = 0
+    """Ids that the ops come to so far have put out of sight."""
     finish_reason: str | None = None
-    page_keys: list[bytes] = field(default_factory=list[bytes])
-    """Keys of the pages that are complete and known so far."""
     unsaved: set[int] = field(default_factory=set[int])
-    """Pages the disk queue had no room for; offered again at the end."""
+    """First places of pages the disk queue had no room for; offered again at the end."""
     logprobs: list[Logprobs] = field(default_factory=list[Logprobs])
     """One for each id that was chosen, if the settings ask for them."""
     last_logits: KeptRow | None = None
@@ -134,28 +142,52 @@ class Sequence:
             self.finish_reason = "stop" if whole else "dead_end"
         elif self.num_generated >= self.max_tokens:
             self.finish_reason = "length"
-        elif len(self.tokens) >= self.context_limit:
+        elif self.slide is None and self.room <= 0:
             self.finish_reason = "context_full"
         return self.finished
 
-    def key_at(self, num_tokens: int) -> bytes:
-        """The chain key of the first `num_tokens` ids; keys of whole pages are kept."""
-        size = self.table.pool.page_size
-        while len(self.page_keys) < num_tokens // size:
-            start = len(self.page_keys) * size
-            self.page_keys.append(self._key(start, start + size))
-        whole = num_tokens // size
-        if num_tokens % size == 0:
-            return self.page_keys[whole - 1] if whole else self.root_key
-        return self._key(whole * size, num_tokens)
+    @property
+    def num_live(self) -> int:
+        """Ids that the model sees when it computes the one behind the last."""
+        return self.table.num_live + len(self.tokens) - self.table.num_tokens
 
-    def parent_key(self, page_index: int) -> bytes:
-        """The key of everything before that page."""
-        return self.page_keys[page_index - 1] if page_index else self.root_key
+    @property
+    def room(self) -> int:
+        """How many ids can follow before the context is full, or before something has to go."""
+        waiting = len(self.tokens) - self.table.num_tokens
+        live, position = self.table.num_live, self.table.position
+        if self.slide is not None:
+            return self.slide.room(live, position) - waiting
+        return self.limits.room(live, position) - waiting
 
-    def _key(self, start: int, stop: int) -> bytes:
-        parent = self.parent_key(start // self.table.pool.page_size)
-        return page_key(parent, self.tokens[start:stop], self.sampled[start:stop])
+    @property
+    def max_depth(self) -> int:
+        """Guesses on one path that are of use: a step never passes the end, or a forget."""
+        room = self.room if self.slide is not None else self.room - 1
+        return min(self.max_tokens - self.num_generated - 1, room)
+
+    @property
+    def ops_done(self) -> int:
+        """How many of `ops` the table has come to."""
+        return self.table.stage.ops
+
+    @property
+    def next_op(self) -> Op | None:
+        """The op that comes next in ids that are known already."""
+        return self.ops[self.ops_done] if self.ops_done < len(self.ops) else None
+
+    def expect_seen(self) -> None:
+        """`expect_whole` by its numbers, for every step."""
+        ids, seen, told = self.table.num_tokens, self.table.num_live, self.num_forgotten
+        assert seen + told == ids, f"of {ids} ids {seen} are seen and {told} forgotten"
+
+    def expect_whole(self) -> None:
+        """The one rule: what the model does not see is what an op says, and nothing else."""
+        self.num_forgotten = sum(op.num_tokens for op in self.ops[: self.ops_done])
+        spans = self.table.spans()
+        seen = joined([(span.first + span.lo, span.first + span.hi) for span in spans])
+        told = joined(live_ranges(self.ops[: self.ops_done], self.table.num_tokens))
+        assert seen == told, f"the model sees {seen}, its ops say {told}"
 
 
 def spans_of(sampled: list[bool], start: int = 0) -> Spans:

@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from chatkv.kv.keys import pack_bits, unpack_bits
+from chatkv.kv.chain import Link
+from chatkv.kv.keys import canonical_json, pack_bits, unpack_bits
 from chatkv.kv.store import PageHead, PageImage, Snapshot
 from sessions.columns import pack_ids, unpack_ids
 
@@ -142,6 +143,14 @@ def put_snapshot(db: sqlite3.Connection, snapshot: Snapshot, *, model_fp: bytes)
             snapshot.backend,
             time.time_ns() // 1_000_000,
         ),
+    )
+
+
+def put_link(db: sqlite3.Connection, link: Link, *, model_fp: bytes) -> None:
+    """Store an op between pages, unless it is there."""
+    db.execute(
+        "INSERT OR IGNORE INTO chain_ops(key, parent_key, model_fp, op) VALUES(?, ?, ?, ?)",
+        (link.key, link.parent, model_fp, canonical_json(link.op.to_json()).decode()),
     )
 
 

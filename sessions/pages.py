@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from chatkv.errors import ConfigError, StoreError
+from chatkv.kv.chain import Link
 from chatkv.kv.store import PageHead, PageImage, Snapshot, StoreStats
 from sessions import eviction, pagerows
 from sessions.cachefile import CacheFile
@@ -159,6 +160,11 @@ class SqlitePageStore:
         """Store or replace the witness of `snapshot.head_key`. Raises StoreError."""
         fp = self.model.fp
         self._disk.save(lambda db: pagerows.put_snapshot(db, snapshot, model_fp=fp), None)
+
+    def save_link(self, link: Link) -> None:
+        """Store an op that pages stand behind. Raises StoreError."""
+        fp = self.model.fp
+        self._disk.save(lambda db: pagerows.put_link(db, link, model_fp=fp), None)
 
     def snapshot(self, head_key: bytes) -> Snapshot | None:
         """The witness at that page, or None."""

@@ -20,6 +20,7 @@ from chatkv.attention.reference import dequantise
 from chatkv.attention.store import write_rows_plain
 from chatkv.kv.format import PLAIN, KVFormat
 from chatkv.kv.pool import PagePool
+from chatkv.kv.table import Holes
 from chatkv.models.logits import HostLogits
 
 EOS, USER, REPLY, SYSTEM = 256, 257, 258, 259
@@ -87,6 +88,7 @@ class TinySpec:
     context_limit: int = 512
     eos_ids: tuple[int, ...] = (EOS,)
     weights_digest: str = "tiny"
+    no_rebase: str = "learned positions"
 
 
 class TinyModel:
@@ -194,12 +196,14 @@ class TinyModel:
         chunk_rows: int,
         want_logits: bool,
         tapped: int = 0,
+        holes: Holes | None = None,
     ) -> np.ndarray | None:
         first, stop = known - start, known - start + len(tokens)
         assert first >= 0
         assert stop <= chunk_rows
         s = self.spec
-        x = self.embed[list(tokens)] + self._where(np.arange(known, known + len(tokens)))
+        positions = np.arange(known, known + len(tokens)) + (holes.ahead if holes else 0)
+        x = self.embed[list(tokens)] + self._where(positions)
         q = torch.zeros(chunk_rows, s.num_heads, s.head_dim)
         outs = []
         for layer in range(s.num_layers):
@@ -215,7 +219,8 @@ class TinyModel:
             for row in range(stop):
                 page, offset = divmod(start + row, pool.page_size)
                 kv[:, row] = values[page, :, :, offset]
-            out = _chunk(q, *kv, values, start)
+            valid = None if holes is None else holes.valid
+            out = _chunk(q, kv[0], kv[1], values, start, valid)
             rows = out[first:stop].contiguous().numpy().reshape(len(x), -1)
             x = x + np.tanh(_by_row(self.out[layer], rows))
             outs.append(x)
@@ -248,6 +253,11 @@ class TinyModel:
         write_rows_plain(*rows, *pool.layers[layer], torch.from_numpy(slots))
 
 
+def _is_seen(slot: int, page_size: int, valid: np.ndarray) -> bool:
+    entry, offset = divmod(slot, page_size)
+    return bool(valid[entry, 0] <= offset < valid[entry, 1])
+
+
 def _by_row(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
     """[T, N] each row alone, so that no row depends on its neighbours."""
     if len(x) == 0:
@@ -261,10 +271,14 @@ def _chunk(
     v: torch.Tensor,
     pages: torch.Tensor,
     start: int,
+    valid: np.ndarray | None,
 ) -> torch.Tensor:
     """[C, HQ, D] attention of one chunk by a library, whose bits depend on the chunk's shape."""
     count, group = -(-start // pages.shape[3]), q.shape[1] // k.shape[1]
     history = pages[:count].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :start]
+    if valid is not None:
+        seen = [slot for slot in range(start) if _is_seen(slot, pages.shape[3], valid)]
+        history, start = history[:, :, seen], len(seen)
     keys, values = torch.cat([history, torch.stack([k, v]).transpose(1, 2)], dim=2)
     mask = torch.ones(len(q), start + len(q), dtype=torch.bool).tril(start)
     out = torch.nn.functional.scaled_dot_product_attention(

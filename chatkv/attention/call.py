@@ -107,6 +107,8 @@ class AttentionCall:
         kv_len: Sequence[int],
         *,
         ancestors: Tensor | None = None,
+        valid: Tensor | None = None,
+        page_pos: Tensor | None = None,
     ) -> AttentionCall:
         """A call on the CPU from plain numbers: new rows and slots of each sequence."""
         starts = [0]
@@ -117,6 +119,8 @@ class AttentionCall:
             q_start=torch.tensor(starts, dtype=torch.int32),
             kv_len=torch.tensor(list(kv_len), dtype=torch.int32),
             ancestors=ancestors,
+            valid=valid,
+            page_pos=page_pos,
             q_start_host=tuple(starts),
             kv_len_host=tuple(kv_len),
         )

@@ -41,6 +41,8 @@ class Stage:
     """Place less position of the ids from `base` on."""
     ops: int = 0
     """How many ops of the path led here."""
+    live: int = 0
+    """Ids in the spans."""
 
     def filled(self, num_ids: int, page_size: int) -> list[Span]:
         """All entries when `num_ids` ids are in place, the open page too."""
@@ -66,14 +68,14 @@ class Stage:
             for lo, hi in _rows(span, op):
                 kept.append(span._replace(lo=lo, hi=hi))
                 sources.append(index)
-        shift = self.shift
+        shift, live = self.shift, 0
+        for index, span in enumerate(kept):
+            if op.rebase:
+                kept[index] = span._replace(shift=span.first + span.lo - live)
+            live += span.size
         if op.rebase:
-            position = 0
-            for index, span in enumerate(kept):
-                kept[index] = span._replace(shift=span.first + span.lo - position)
-                position += span.size
-            shift = op.at - position
-        return Stage(tuple(kept), op.at, shift, self.ops + 1), sources
+            shift = op.at - live
+        return Stage(tuple(kept), op.at, shift, self.ops + 1, live), sources
 
 
 def stages(ops: Sequence[Op], page_size: int) -> list[Stage]:

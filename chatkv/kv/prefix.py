@@ -118,6 +118,28 @@ class PrefixCache:
         self._hits += len(pages)
         return pages
 
+    def hold(
+        self, key: bytes, parent: bytes, ids: Sequence[int], sampled: Sequence[bool]
+    ) -> int | None:
+        """The page of `key`, or one behind `parent` that begins with these ids; shared for the
+        caller. None if neither is held. Whoever looks for several says `touch` when it has them."""
+        entry = self._entries.get(key)
+        if entry is None:
+            for child in self.children(parent):
+                if common_tokens(ids, sampled, child.ids, child.sampled) == len(ids):
+                    entry = child
+                    break
+            else:
+                return None
+        self._hits += 1
+        return self._pool.share(entry.page)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make these the most recently used, the first one most of all. Unknown ones are none."""
+        for key in reversed(keys):
+            if key in self._entries:
+                self._entries.move_to_end(key)
+
     def edge(
         self, parent: bytes, ids: Sequence[int], sampled: Sequence[bool]
     ) -> tuple[int, int] | None:
@@ -150,8 +172,8 @@ class PrefixCache:
     def reclaim(self, num_pages: int) -> int:
         """Evict until that many pages are free again. Returns how many are.
 
-        A page that others hold stays; but it is forgotten if it stands behind one that goes, since
-        it cannot be found any more.
+        A page that others hold stays. It is found by its key though one before it went: what a
+        conversation forgot goes first, and what it still sees lies behind it.
         """
         freed = 0
         for entry in list(self._entries.values()):
@@ -161,7 +183,8 @@ class PrefixCache:
                 freed += 1
                 if self.spill is not None:
                     self.spill(entry)
-                self._evicted += self._drop(entry.key)
+                self._evicted += 1
+                self._remove(entry)
         return freed
 
     def drop(self, keys: Iterable[bytes]) -> int:
@@ -186,12 +209,16 @@ class PrefixCache:
         """Remove an entry and all behind it. Returns how many went."""
         waiting, count = [key], 0
         while waiting:
-            entry = self._entries.pop(waiting.pop())
-            self._pool.release(entry.page)
+            entry = self._entries[waiting.pop()]
             waiting += self._children.get(entry.key, ())
-            siblings = self._children[entry.parent]
-            siblings.remove(entry.key)
-            if not siblings:
-                del self._children[entry.parent]
+            self._remove(entry)
             count += 1
         return count
+
+    def _remove(self, entry: CachedPage) -> None:
+        del self._entries[entry.key]
+        self._pool.release(entry.page)
+        siblings = self._children[entry.parent]
+        siblings.remove(entry.key)
+        if not siblings:
+            del self._children[entry.parent]

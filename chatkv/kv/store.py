@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from chatkv.kv.chain import Link
 from chatkv.kv.keys import KEY_BYTES, page_key
 
 Origin = Literal["step", "chunk", "mixed"]
@@ -186,6 +187,10 @@ class PageStore(Readable, Protocol):
 
     def save_snapshot(self, snapshot: Snapshot) -> None:
         """Store or replace the snapshot of `snapshot.head_key`."""
+        ...
+
+    def save_link(self, link: Link) -> None:
+        """Store an op that pages stand behind; one that is held is left alone."""
         ...
 
     def snapshot(self, head_key: bytes) -> Snapshot | None:

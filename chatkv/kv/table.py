@@ -1,21 +1,41 @@
-"""The pages of one sequence, in order, and how much of them is filled.
+"""The pages of one sequence, in order, and which of their rows the sequence still sees.
 
-Knows slots and pages; no token ids and no keys. A slot counts from the start of the sequence
-(`entry * page_size + offset`); a physical slot from the start of the pool (`page * page_size +
-offset`). A page that others hold too is copied before this table writes to it.
+Knows slots, places and pages; no token ids and no keys. A place counts the ids of the sequence from
+its start, forgotten ones too; a slot counts rows of the table from its start (`entry * page_size +
+offset`), a physical slot rows of the pool (`page * page_size + offset`). The three differ once
+something is forgotten. A page that others hold too is copied before this table writes to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from chatkv.kv.layout import Span, Stage
+from chatkv.kv.ops import Op
 from chatkv.kv.pool import PagePool
+
+Turn = Callable[[Span, int], int]
+"""Of a span and the page with its keys as first computed: a page with them turned to where the span
+is now, held for the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holes:
+    """What attention has to know of a table of which something was forgotten."""
+
+    valid: npt.NDArray[np.int32]
+    """[M, 2] rows lo <= row < hi of each entry that exist."""
+    page_pos: npt.NDArray[np.int32]
+    """[M] position of row 0 of each entry, maybe negative."""
+    ahead: int
+    """Position of a new row less its slot."""
 
 
 class PageTable:
@@ -24,15 +44,48 @@ class PageTable:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.pages: list[int] = []
-        """Page ids, one for each `page_size` slots begun. Read only."""
+        """Page ids, one an entry. Read only."""
         self.length = 0
-        """Slots filled. Read only; an open reservation is not counted."""
+        """Slots filled, holes included. Read only; an open reservation is not counted."""
+        self.stage = Stage()
+        """Entries that an op closed, and where filling went on behind them. Read only."""
+        self.originals: dict[int, int] = {}
+        """By entry: the page whose keys were turned to make the entry's page. Held too."""
+        self._gone = 0
+        """Place of an id behind the last op, less its slot."""
+        self._edges: tuple[Stage, npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None
+        """Of the closed entries, as `holes` says them: they are asked for at every step."""
         self._open: Reservation | None = None
         self._released = False
 
+    @property
+    def num_tokens(self) -> int:
+        """Ids in place, forgotten ones too: the place of the next one."""
+        return self.length + self._gone
+
+    @property
+    def position(self) -> int:
+        """Of the next id."""
+        return self.num_tokens - self.stage.shift
+
+    @property
+    def num_live(self) -> int:
+        """Ids in sight."""
+        return self.stage.live + self.length - len(self.stage.spans) * self._size
+
+    def spans(self) -> list[Span]:
+        """All entries, the open page too."""
+        return self.stage.filled(self.num_tokens, self._size)
+
+    def slot(self, place: int) -> int:
+        """The logical slot of an id behind the last op. Raises ValueError for an earlier one."""
+        if place < self.stage.base:
+            raise ValueError(f"The id at {place} is before the op at {self.stage.base}.")
+        return place - self._gone
+
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """[stop - start] physical slots of the logical ones, reserved ones included."""
-        size = self.pool.page_size
+        size = self._size
         if not 0 <= start <= stop <= len(self.pages) * size:
             raise ValueError(f"Slots {start} to {stop} of a table with {len(self.pages)} pages.")
         first = start // size
@@ -43,6 +96,20 @@ class PageTable:
     def entries(self) -> npt.NDArray[np.int32]:
         """[len(pages)] the row of this sequence in an attention call, reserved pages included."""
         return np.array(self.pages, dtype=np.int32)
+
+    def holes(self) -> Holes | None:
+        """What of the entries exists, reserved pages included; None if nothing was forgotten."""
+        if not self.stage.ops:
+            return None
+        size, stage, closed = self._size, self.stage, len(self.stage.spans)
+        if self._edges is None or self._edges[0] is not stage:
+            self._edges = (stage, *_edges(stage))
+        valid = np.empty((len(self.pages), 2), np.int32)
+        page_pos = np.empty(len(self.pages), np.int32)
+        _, valid[:closed], page_pos[:closed] = self._edges
+        valid[closed:] = 0, size
+        page_pos[closed:] = stage.base - stage.shift + size * np.arange(len(self.pages) - closed)
+        return Holes(valid, page_pos, self._gone - stage.shift)
 
     @contextmanager
     def reserve(self, n: int) -> Generator[Reservation]:
@@ -59,7 +126,7 @@ class PageTable:
         if n < 1:
             raise ValueError(f"A reservation of {n} rows.")
         before, first, kept = self.pages, self.length, 0
-        full = first // self.pool.page_size
+        full = first // self._size
         shared = [page for page in before[full:] if self.pool.refs(page) > 1]
         untouched = len(before) - len(shared)
         taken = self.pool.take(self.pool.pages_for(first + n) - untouched)
@@ -88,53 +155,132 @@ class PageTable:
         self._check_idle("fork")
         fork = PageTable(self.pool)
         fork.pages = [self.pool.share(page) for page in self.pages]
-        fork.length = self.length
+        fork.originals = {entry: self.pool.share(page) for entry, page in self.originals.items()}
+        fork.length, fork.stage, fork._gone = self.length, self.stage, self._gone
         return fork
 
-    def truncate(self, length: int) -> None:
-        """Keep the first `length` slots; pages without any go back.
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` ids; pages without any go back.
 
         Raises:
-            ValueError: `length` is below 0 or above the present one.
+            ValueError: `num_tokens` is below 0, above the present one, or between 0 and the last
+                op: what that dropped is not here any more.
         """
         self._check_idle("truncate")
-        if not 0 <= length <= self.length:
-            raise ValueError(f"Cannot cut {self.length} slots to {length}.")
-        self._shrink(length)
+        if not 0 <= num_tokens <= self.num_tokens or 0 < num_tokens < self.stage.base:
+            raise ValueError(f"Cannot cut {self.num_tokens} ids to {num_tokens}.")
+        if num_tokens < self.stage.base:
+            self._empty()
+        else:
+            self._shrink(num_tokens - self._gone)
 
-    def adopt(self, pages: Sequence[int], length: int) -> None:
+    def adopt(
+        self,
+        pages: Sequence[int],
+        num_tokens: int,
+        stage: Stage | None = None,
+        originals: Mapping[int, int] | None = None,
+    ) -> None:
         """Fill an empty table with pages whose references the caller took, and now hands over.
 
-        The last page may be shared and may hold more rows than `length` needs.
+        The last page may be shared and may hold more rows than `num_tokens` needs.
+
+        Args:
+            pages: Those of the stage's spans, then those filled behind its base.
+            num_tokens: Ids in place.
+            stage: What an op closed; None if there was none.
+            originals: By entry, pages with keys as first computed, where `pages` has turned ones.
 
         Raises:
-            ValueError: The table is not empty, or `length` does not end in the last page. The
+            ValueError: The table is not empty, or `num_tokens` does not end in the last page. The
                 references stay with the caller then.
         """
         self._check_idle("adopt")
-        if self.pages:
+        stage = stage or Stage()
+        if self.pages or self.length:
             raise ValueError(f"The table holds {self.length} slots already.")
-        if self.pool.pages_for(length) != len(pages):
-            raise ValueError(f"{len(pages)} pages of {self.pool.page_size} for {length} slots.")
-        self.pages = list(pages)
-        self.length = length
+        closed = len(stage.spans)
+        if self.pool.pages_for(num_tokens - stage.base) + closed != len(pages):
+            raise ValueError(f"{len(pages)} pages of {self._size} for {num_tokens} ids.")
+        self.pages, self.stage = list(pages), stage
+        self.originals = dict(originals or {})
+        self._gone = stage.base - closed * self._size
+        self.length = num_tokens - self._gone
+
+    def forget(self, op: Op, turn: Turn | None = None) -> None:
+        """Let go of what `op` drops; the next id begins a new page. No row is moved or copied.
+
+        Args:
+            op: At the place of the next id.
+            turn: Makes pages for spans whose positions change; needed if the op rebases.
+
+        Raises:
+            ValueError: The op is for another place.
+            OutOfPages: No room for pages to turn; the table is as before.
+        """
+        self._check_idle("forget")
+        if op.at != self.num_tokens:
+            raise ValueError(f"An op at {op.at}, with {self.num_tokens} ids in place.")
+        stage, entries = self.stage.narrowed(self.spans(), op)
+        pages: list[int] = []
+        originals: dict[int, int] = {}
+        try:
+            for index, (span, entry) in enumerate(zip(stage.spans, entries, strict=True)):
+                page, source = self.pages[entry], self.originals.get(entry, self.pages[entry])
+                if span.shift == self._shift_of(entry):
+                    pages.append(self.pool.share(page))
+                else:
+                    assert turn is not None, f"{op} moves positions"
+                    pages.append(turn(span, source))
+                if pages[-1] != source:
+                    originals[index] = self.pool.share(source)
+        except BaseException:
+            self._release([*pages, *originals.values()])
+            raise
+        before = [*self.pages, *self.originals.values()]
+        self.pages, self.originals, self.stage = pages, originals, stage
+        self.length = len(pages) * self._size
+        self._gone = op.at - self.length
+        self._release(before)
 
     def release(self) -> None:
         """Give all pages back. The table is of no use afterwards."""
         self._check_idle("release")
-        self._shrink(0)
+        self._empty()
         self._released = True
 
-    def _shrink(self, length: int) -> None:
-        kept = self.pool.pages_for(length)
-        for page in self.pages[kept:]:
+    @property
+    def _size(self) -> int:
+        return self.pool.page_size
+
+    def _shift_of(self, entry: int) -> int:
+        spans = self.stage.spans
+        return spans[entry].shift if entry < len(spans) else self.stage.shift
+
+    def _empty(self) -> None:
+        self._release([*self.pages, *self.originals.values()])
+        self.pages, self.originals, self.stage = [], {}, Stage()
+        self.length = self._gone = 0
+
+    def _release(self, pages: Sequence[int]) -> None:
+        for page in pages:
             self.pool.release(page)
+
+    def _shrink(self, length: int) -> None:
+        kept = max(self.pool.pages_for(length), len(self.stage.spans))
+        self._release(self.pages[kept:])
         del self.pages[kept:]
         self.length = length
 
     def _check_idle(self, verb: str) -> None:
         assert not self._released, f"{verb} of a released table"
         assert self._open is None, f"{verb} with {self._open} open"
+
+
+def _edges(stage: Stage) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """[C, 2] rows that exist and [C] position of row 0, of the closed entries."""
+    numbers = np.array(stage.spans, np.int32).reshape(-1, 5)
+    return numbers[:, 1:3], numbers[:, 0] - numbers[:, 4]
 
 
 class Reservation:

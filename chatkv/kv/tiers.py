@@ -57,7 +57,7 @@ class Tiers:
         self.host, self.disk, self.restore = host, disk, restore
         self.rates = Rates.of(disk.kept_rates() if disk is not None else {})
         self._token_bytes = token_bytes
-        self._compares = restore == "auto" and exact
+        self._may_compare = self._compares = restore == "auto" and exact
         self.look = Lookup()
 
     @property
@@ -65,9 +65,14 @@ class Tiers:
         """Whether anything may come from disk at all."""
         return self.disk is not None and self.restore != "never"
 
-    def begin(self) -> None:
-        """Another prompt is looked for."""
+    def begin(self, *, compares: bool = True) -> None:
+        """Another prompt is looked for.
+
+        Args:
+            compares: Whether computing may be the faster way; else what is stored is read.
+        """
         self.look = Lookup()
+        self._compares = self._may_compare and compares
 
     def end(self) -> Lookup:
         """What was found since `begin`; reading is measured by it."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from chatkv.kv.pool import PagePool
+from chatkv.kv.table import Holes
 from chatkv.models.chunks import Chunking
-from chatkv.models.cuda_layers import CONTEXT_LIMIT, Layers, Room, Rows
+from chatkv.models.cuda_layers import Layers, Room, Rows, most_slots
 from chatkv.models.graphs import ROWS, DeviceRows, captured
 from chatkv.models.staged import Staged
 
@@ -27,35 +28,41 @@ class CapturedChunk:
         room: Buffers of so many rows.
         last: Where the new row that comes last is left, as row 0.
         tapped: [taps, W, H] float32, where the tapped residuals of the last W rows are left.
+        has_holes: For sequences that forgot something. Others are spared the inputs.
         memory: Pool of memory that all graphs share; None does not capture.
     """
 
     def __init__(
         self, layers: Layers, pool: PagePool, room: Room, last: Room, tapped: Tensor,
-        memory: Any | None,
+        has_holes: bool, memory: Any | None,
     ) -> None:  # fmt: skip
         self.layers, self.pool, self.room, self.last = layers, pool, room, last
         self.tapped = tapped
         self._memory = memory
         self._graph: torch.cuda.CUDAGraph | None = None
         rows, ints, longs = len(room.hidden), torch.int32, torch.int64
-        entries = pool.pages_for(min(layers.spec.context_limit, CONTEXT_LIMIT))
+        entries = pool.pages_for(most_slots(layers.spec, has_holes))
+        holes = {"valid": (ints, (entries, 2)), "page_pos": (ints, (entries,))}
         self.inputs = Staged(
             {
                 "tokens": (ints, (rows,)),
                 "positions": (ints, (rows,)),
                 "slots": (longs, (rows,)),
-                "span": (ints, (3,)),
+                "span": (ints, (4,)),
                 "last": (longs, (1,)),
                 "tapped": (longs, (tapped.shape[1],)),
                 "page_table": (ints, (entries,)),
+                **(holes if has_holes else {}),
             },
             layers.device,
         )
+        there = self.inputs.device
+        self._holes = (there["valid"], there["page_pos"]) if has_holes else None
 
     def run(
-        self, tokens: np.ndarray, slots: np.ndarray, entries: np.ndarray, start: int, known: int
-    ) -> None:
+        self, tokens: np.ndarray, slots: np.ndarray, entries: np.ndarray, start: int, known: int,
+        holes: Holes | None,
+    ) -> None:  # fmt: skip
         """Run new ids behind `known` slots in a chunk that begins at slot `start`.
 
         All rows are run, the known and the missing ones as padding: one shape, the same bits.
@@ -67,16 +74,20 @@ class CapturedChunk:
         there["tokens"][first:stop] = tokens
         there["slots"].fill(-1)
         there["slots"][first:stop] = slots
+        ahead = 0 if holes is None else holes.ahead
         np.minimum(
-            np.arange(start, start + len(there["positions"]), dtype=np.int32),
-            start + stop - 1,
+            np.arange(start + ahead, start + ahead + len(there["positions"]), dtype=np.int32),
+            start + ahead + stop - 1,
             out=there["positions"],
         )
-        there["span"][:] = start, known, start + stop
+        there["span"][:] = start, known, start + stop, ahead
         there["last"][0] = stop - 1
         tapped = self.tapped.shape[1]
         np.maximum(np.arange(stop - tapped, stop), 0, out=there["tapped"])
         there["page_table"][: len(entries)] = entries
+        if holes is not None:
+            there["valid"][: len(entries)] = holes.valid
+            there["page_pos"][: len(entries)] = holes.page_pos
         self.inputs.send()
         if self._graph is not None:
             self._graph.replay()
@@ -93,7 +104,8 @@ class CapturedChunk:
             for place in self.layers.places(layer):
                 torch.index_select(room.hidden, 0, there["tapped"], out=self.tapped[place])
 
-        self.layers.chunk(rows, self.pool, room, there["page_table"], there["span"], tap)
+        table, span = there["page_table"], there["span"]
+        self.layers.chunk(rows, self.pool, room, table, span, tap, holes=self._holes)
         last = self.layers.spec.num_layers
         tap(last)
         for place in self.layers.places(last):
@@ -114,7 +126,7 @@ class ChunkGraphs:
         self.layers = layers
         self.chunking = Chunking.of(layers.spec.hidden_size)
         self.capture = capture and layers.device.type == "cuda"
-        self._chunks: dict[int, CapturedChunk] = {}
+        self._chunks: dict[tuple[int, bool], CapturedChunk] = {}
         self._room: Room | None = None
         self._last = layers.room(ROWS[0])
         self._head: torch.cuda.CUDAGraph | None = None
@@ -135,7 +147,7 @@ class ChunkGraphs:
 
     def run(
         self, rows: int, tokens: np.ndarray, slots: np.ndarray, entries: np.ndarray, start: int,
-        known: int, pool: PagePool,
+        known: int, pool: PagePool, holes: Holes | None = None,
     ) -> None:  # fmt: skip
         """Run new ids in a chunk of `rows` rows. See `CapturedChunk.run`."""
         if self._pages is not pool.data:
@@ -146,12 +158,14 @@ class ChunkGraphs:
             self._memory = torch.cuda.graph_pool_handle() if self.capture else None
         if self._room is None:
             self._room = self.layers.room(self.chunking.last, with_logits=False, chunk=True)
-        chunk = self._chunks.get(rows)
+        kind = rows, holes is not None
+        chunk = self._chunks.get(kind)
         if chunk is None:
             room = self._room.first(rows)
-            chunk = CapturedChunk(self.layers, pool, room, self._last, self._tapped, self._memory)
-            self._chunks[rows] = chunk
-        chunk.run(tokens, slots, entries, start, known)
+            chunk = self._chunks[kind] = CapturedChunk(
+                self.layers, pool, room, self._last, self._tapped, kind[1], self._memory
+            )
+        chunk.run(tokens, slots, entries, start, known, holes)
 
     def logits(self) -> np.ndarray:
         """[V] float32 of the new row that came last; waits for the device."""

@@ -60,9 +60,10 @@ class Chunking:
 
 def attend_chunk(
     q: Tensor, pages: Tensor, table: Tensor, span: Tensor, out: Tensor,
-    scales: Tensor | None = None, *, pdl: bool = False,
+    scales: Tensor | None = None, *, holes: tuple[Tensor, Tensor] | None = None, window: int = 0,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Attention of the rows of one chunk: each sees all slots up to its own.
+    """Attention of the rows of one chunk: each sees all slots up to its own that exist.
 
     Args:
         q: [C, HQ, D], the rows of slots start to start + C.
@@ -70,9 +71,13 @@ def attend_chunk(
             stored.
         table: [M] int32 page ids of the sequence.
         span: [3] int32 on the device: start, the first new slot, the end of the new slots. Other
-            rows are padding; slots behind the end are not read.
+            rows are padding; slots behind the end are not read. With holes [4]: position less slot
+            of the new rows.
         out: [C, HQ, D], filled but for blocks of nothing but padding. May be q.
         scales: [P, 2, HK, S, C] of quantised pages, contiguous; else None.
+        holes: `valid` [M, 2] and `page_pos` [M] int32, as an attention call has them of one
+            sequence; None where every slot exists and is its position.
+        window: A row sees keys whose position is above its own less this; 0 for all.
     """
     rows, heads, dim = q.shape
     kv_heads, page = pages.shape[2:4]
@@ -89,6 +94,7 @@ def attend_chunk(
         *stored,
         table,
         span,
+        *(holes or (span, span)),
         out,
         rows,
         dim**-0.5 * math.log2(math.e),
@@ -100,6 +106,8 @@ def attend_chunk(
         BLOCK_M=ROWS_A_PROGRAM,
         BLOCK_N=min(KEYS_A_TURN, page),
         PDL=pdl,
+        HOLES=holes is not None,
+        WINDOW=window,
         **codes,
         num_warps=4 if dim <= 128 else 8,
         num_stages=3 if dim <= 128 else 2,
@@ -133,11 +141,32 @@ def _fold(scores, values, row_max, row_sum, acc, factor):
     return new_max, row_sum, acc
 
 
+@triton.jit
+def _exists(slot, lane, valid, PAGE: tl.constexpr):
+    """[BLOCK_N] which slots of a turn exist."""
+    lo = tl.load(valid + slot // PAGE * 2)
+    hi = tl.load(valid + slot // PAGE * 2 + 1)
+    return (slot % PAGE + lane >= lo) & (slot % PAGE + lane < hi)
+
+
+@triton.jit
+def _in_window(slot, lane, row_slots, span, page_pos, PAGE: tl.constexpr, HOLES: tl.constexpr,
+               WINDOW: tl.constexpr):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] which keys of a turn are near enough to a row."""
+    key = slot + lane
+    row = row_slots
+    if HOLES:
+        key = tl.load(page_pos + slot // PAGE) + slot % PAGE + lane
+        row += tl.load(span + 3)
+    return key[None, :] > row[:, None] - WINDOW
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _attend(
-    q, pages, table, span, out, rows, factor,
+    q, pages, table, span, valid, page_pos, out, rows, factor,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    HOLES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """A program takes a block of rows of one query head, the longest first.
 
@@ -168,16 +197,28 @@ def _attend(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     whole = begin // BLOCK_N * BLOCK_N
-    for slot in tl.range(0, whole, BLOCK_N):
+    first = 0
+    if WINDOW > 0 and not HOLES:
+        first = tl.maximum(begin - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    for slot in tl.range(first, whole, BLOCK_N):
         page = tl.load(table + slot // PAGE).to(tl.int64)
         tile = pages + page * (2 * KINDS) + slot % PAGE * DIM + inner
-        if DIM == DIM_PAD:
+        if HOLES:
+            exists = _exists(slot, lane, valid, PAGE)
+            keys = tl.load(tile, mask=exists[:, None] & (d < DIM)[None, :], other=0.0)
+            values = tl.load(tile + KINDS, mask=exists[:, None] & (d < DIM)[None, :], other=0.0)
+        elif DIM == DIM_PAD:
             keys = tl.load(tile)
             values = tl.load(tile + KINDS)
         else:
             keys = tl.load(tile, mask=(d < DIM)[None, :], other=0.0)
             values = tl.load(tile + KINDS, mask=(d < DIM)[None, :], other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if HOLES:
+            scores = tl.where(exists[None, :], scores, float("-inf"))
+        if WINDOW > 0:
+            near = _in_window(slot, lane, start + m, span, page_pos, PAGE, HOLES, WINDOW)
+            scores = tl.where(near, scores, float("-inf"))
         row_max, row_sum, acc = _fold(scores, values, row_max, row_sum, acc, factor)
     for slot in tl.range(whole, tl.minimum(begin + BLOCK_M, stop), BLOCK_N):
         page = tl.load(table + slot // PAGE).to(tl.int64)
@@ -188,17 +229,23 @@ def _attend(
         values = tl.load(tile + KINDS, mask=is_stored, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         scores = tl.where((slot + lane)[None, :] <= (start + m)[:, None], scores, float("-inf"))
+        if WINDOW > 0:
+            near = _in_window(slot, lane, start + m, span, page_pos, PAGE, HOLES, WINDOW)
+            scores = tl.where(near, scores, float("-inf"))
         row_max, row_sum, acc = _fold(scores, values, row_max, row_sum, acc, factor)
+    if WINDOW > 0:
+        row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # padding may see nothing
     result = acc / row_sum[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_data)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _attend_codes(
-    q, pages, scales, table, span, out, rows, factor,
+    q, pages, scales, table, span, valid, page_pos, out, rows, factor,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-    COLUMNS: tl.constexpr, PER_SLOT: tl.constexpr, CODE: tl.constexpr,
+    HOLES: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr, PER_SLOT: tl.constexpr,
+    CODE: tl.constexpr,
 ):  # fmt: skip
     """`_attend` over quantised pages: one loop, in which every turn is masked."""
     if PDL:
@@ -222,16 +269,26 @@ def _attend_codes(
     row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-    for slot in tl.range(0, tl.minimum(begin + BLOCK_M, stop), BLOCK_N):
+    first = 0
+    if WINDOW > 0 and not HOLES:
+        first = tl.maximum(begin - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    for slot in tl.range(first, tl.minimum(begin + BLOCK_M, stop), BLOCK_N):
         page = tl.load(table + slot // PAGE).to(tl.int64)
         line = page * (2 * SLOTS) + head // GROUP * PAGE + slot % PAGE
         seen = slot + lane < stop
+        if HOLES:
+            seen = seen & _exists(slot, lane, valid, PAGE)
         keys, k_factor = load_tile(
             pages + line * COLUMNS, scales + line * PER_SLOT, lane * COLUMNS, lane * PER_SLOT,
             seen, DIM, DIM_PAD, CODE, dtype,
         )  # fmt: skip
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * k_factor[None, :]
         scores = tl.where((slot + lane)[None, :] <= (start + m)[:, None], scores, float("-inf"))
+        if HOLES:
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+        if WINDOW > 0:
+            near = _in_window(slot, lane, start + m, span, page_pos, PAGE, HOLES, WINDOW)
+            scores = tl.where(near, scores, float("-inf"))
         line += SLOTS
         values, v_factor = load_tile(
             pages + line * COLUMNS, scales + line * PER_SLOT, lane * COLUMNS, lane * PER_SLOT,
@@ -245,5 +302,7 @@ def _attend_codes(
         p = (p * v_factor[None, :]).to(dtype)
         acc = tl.dot(p, values, acc * weight[:, None], input_precision="ieee")
         row_max = new_max
+    if WINDOW > 0:
+        row_sum = tl.where(row_sum > 0, row_sum, 1.0)
     result = acc / row_sum[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_data)

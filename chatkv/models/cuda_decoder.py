@@ -15,6 +15,7 @@ import torch
 from chatkv.attention.triton_tree import TritonBackend
 from chatkv.kv.format import PLAIN, KVFormat
 from chatkv.kv.pool import CODES, PagePool
+from chatkv.kv.table import Holes
 from chatkv.models.catalog import ModelFile
 from chatkv.models.chunk_graphs import ChunkGraphs
 from chatkv.models.cuda_layers import CONTEXT_LIMIT, PAGE_SIZE, Layers, Linear
@@ -196,6 +197,7 @@ class CudaDecoder:
         chunk_rows: int,
         want_logits: bool,
         tapped: int = 0,
+        holes: Holes | None = None,
     ) -> np.ndarray | None:
         """Run the given ids of one chunk behind `known` stored slots. See `model.Model.prefill`."""
         del tapped  # what a chunk leaves does not depend on it
@@ -206,7 +208,7 @@ class CudaDecoder:
             )
         ids = np.array(tokens, np.int32)
         self._expect_ids(ids)
-        self.chunks.run(chunk_rows, ids, slots, entries, start, known, pool)
+        self.chunks.run(chunk_rows, ids, slots, entries, start, known, pool, holes)
         return self.chunks.logits() if want_logits else None
 
     def prompt_features(self, count: int) -> DeviceRows:

@@ -261,13 +261,13 @@ class Layers:
 
     def chunk(
         self, rows: Rows, pool: PagePool, room: Room, table: Tensor, span: Tensor,
-        tap: Callable[[int], None] | None = None,
+        tap: Callable[[int], None] | None = None, *, holes: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Run the rows of one prompt chunk; the residual and what is to be added stay in the room.
 
         Args:
             rows: All rows of the chunk, padding included. Their call is not read.
-            table, span: As in `chunks.attend_chunk`.
+            table, span, holes: As in `chunks.attend_chunk`.
             tap: Called with 1, 2, ... when the residual behind that layer is whole. Not for the
                 last layer.
         """
@@ -286,7 +286,7 @@ class Layers:
                 room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages, scales,
                 heads_a_program=CHUNK_HEADS, pdl=pdl,
             )  # fmt: skip
-            attend_chunk(room.q, pages, table, span, room.q, scales, pdl=pdl)
+            attend_chunk(room.q, pages, table, span, room.q, scales, holes=holes, pdl=pdl)
             library_product(room.q.flatten(1), layer.o, room.x)
             fused.norm_rows(room.hidden, room.x, layer.feed_norm, eps, room.x, pdl=pdl)
             library_product(room.x, layer.gate_up, room.gate_up)
@@ -311,6 +311,12 @@ class Layers:
             )
             for layer in self.weights.layers
         ]  # fmt: skip
+
+
+def most_slots(spec: ModelSpec, has_holes: bool) -> int:
+    """Slots of the longest table that is run. Where something was forgotten, pages are filled in
+    part: with twice the room, on average half."""
+    return min(spec.context_limit, CONTEXT_LIMIT) * (2 if has_holes else 1)
 
 
 def all_heads_width(spec: ModelSpec) -> int:

@@ -24,6 +24,7 @@ from chatkv.attention.jit import set_threads
 from chatkv.errors import BackendUnavailable
 from chatkv.kv.format import PLAIN, KVFormat
 from chatkv.kv.pool import PagePool
+from chatkv.kv.table import Holes
 from chatkv.models import block, weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.layers import rotary_tables
@@ -197,13 +198,14 @@ class Decoder:
         chunk_rows: int,
         want_logits: bool,
         tapped: int = 0,
+        holes: Holes | None = None,
     ) -> np.ndarray | None:
         """Run the given ids of one chunk behind `known` stored slots, with the bits of `step`.
 
         Args:
             tokens: The new ids; with what is known of the chunk at most `chunk_rows`.
-            start: Slot and position of the chunk's first row.
-            known: Slot and position of the first new id, `start` or more.
+            start: Slot of the chunk's first row.
+            known: Slot of the first new id, `start` or more.
             slots: [len(tokens)] int64, page * page_size + offset of each new id.
             entries: int32 page ids of the sequence.
             pool: Where keys and values are.
@@ -211,6 +213,7 @@ class Decoder:
                 do not depend on the shape of its chunk.
             want_logits: Whether the last id's logits are needed.
             tapped: Last ids whose tapped residuals are wanted.
+            holes: Of the entries, if something was forgotten; positions are slots else.
 
         Returns:
             logits [V] float32 of the last id, good until the next call, or None.
@@ -221,8 +224,14 @@ class Decoder:
         if rows > self.chunk_tokens:
             raise ValueError(f"A chunk of {rows} tokens; {self.chunk_tokens} can be run.")
         table = torch.from_numpy(np.ascontiguousarray(entries, np.int32))
-        call = AttentionCall.of(table[None], [rows], [known + rows])
-        positions = np.arange(known, known + rows)
+        call = AttentionCall.of(
+            table[None],
+            [rows],
+            [known + rows],
+            valid=None if holes is None else torch.from_numpy(holes.valid)[None],
+            page_pos=None if holes is None else torch.from_numpy(holes.page_pos)[None],
+        )
+        positions = np.arange(known, known + rows) + (0 if holes is None else holes.ahead)
         wanted = np.array([rows - 1] if want_logits else [], np.int32)
         ids = np.array(tokens, np.int32)
         logits = self._forward(ids, positions, slots, call, pool, wanted, tapped)

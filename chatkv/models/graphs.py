@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chatkv.attention.call import AttentionCall
 from chatkv.kv.pool import PagePool
-from chatkv.models.cuda_layers import CONTEXT_LIMIT, SPARE_POSITIONS, Layers, Rows
+from chatkv.models.cuda_layers import SPARE_POSITIONS, Layers, Rows, most_slots
 from chatkv.models.model import ForwardBatch
 from chatkv.models.staged import Staged
 from chatkv.sampling_triton import FLOATS, INTEGERS, PickRoom, pick_rows
@@ -39,6 +39,8 @@ class Bucket:
     rows: int
     longest: int
     want_logits: bool
+    has_holes: bool
+    """For sequences that forgot something. Others are spared the inputs."""
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> Bucket:
@@ -55,6 +57,7 @@ class Bucket:
             _least(ROWS, len(batch.tokens), "rows"),
             _least(LONGEST, longest, "rows of one sequence"),
             wanted,
+            batch.call.valid is not None,
         )
 
 
@@ -120,9 +123,9 @@ class CapturedStep:
         """How many steps ran here; what an old step left is gone."""
         self._kept: list[ref[DeviceRow] | ref[DeviceRows]] = []
         count, device = bucket.sequences, layers.device
-        limit = min(layers.spec.context_limit, CONTEXT_LIMIT) + SPARE_POSITIONS
-        entries = pool.pages_for(limit)
+        entries = pool.pages_for(most_slots(layers.spec, bucket.has_holes) + SPARE_POSITIONS)
         ints, longs = torch.int32, torch.int64
+        holes = {"valid": (ints, (count, entries, 2))} if bucket.has_holes else {}
         self.inputs = Staged(
             {
                 "tokens": (ints, (bucket.rows,)),
@@ -132,6 +135,7 @@ class CapturedStep:
                 "q_start": (ints, (count + 1,)),
                 "kv_len": (ints, (count,)),
                 "page_table": (ints, (count, entries)),
+                **holes,
             },
             device,
         )
@@ -158,6 +162,7 @@ class CapturedStep:
                 q_start=there["q_start"],
                 kv_len=there["kv_len"],
                 ancestors=there["ancestors"],
+                valid=there["valid"] if bucket.has_holes else None,
                 q_start_host=(0, *[min(bucket.longest, bucket.rows)] * count),
                 kv_len_host=(entries * pool.page_size,) * count,
             ),
@@ -232,6 +237,8 @@ class CapturedStep:
         there["ancestors"][:count] = words[:count]
         table = call.page_table.numpy()
         there["page_table"][:sequences, : table.shape[1]] = table
+        if call.valid is not None:
+            there["valid"][:sequences, : table.shape[1]] = call.valid.numpy()
 
 
 class StepGraphs:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from chatkv.attention.call import AttentionCall
 from chatkv.kv.format import PLAIN, KVFormat
 from chatkv.kv.pool import PagePool
+from chatkv.kv.table import Holes
 from chatkv.models.spec import ModelSpec
 from chatkv.tokenizer import Tokenizer
 
@@ -123,18 +124,20 @@ class Model(Protocol):
         chunk_rows: int,
         want_logits: bool,
         tapped: int = 0,
+        holes: Holes | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Run the given ids of one chunk behind `known` stored slots; [V] logits of the last one.
 
         Args:
             tokens: The new ids; with what is known of the chunk at most `chunk_rows`.
-            start: Slot and position of the chunk's first row.
-            known: Slot and position of the first new id, `start` or more.
+            start: Slot of the chunk's first row.
+            known: Slot of the first new id, `start` or more.
             slots: [len(tokens)] physical slots of the new ids.
             entries: Page ids of the sequence.
             chunk_rows: Rows of the whole chunk, as `chunk` said: the shape, and so the bits.
             want_logits: Whether the last row's logits are needed.
             tapped: Last rows whose tapped residuals are wanted; at most as `tap` said.
+            holes: Of the entries, if something was forgotten; positions are slots else.
         """
         ...
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -29,6 +32,18 @@ class ModelSpec:
     """Divisors of the rotary frequencies, [head_dim / 2]; empty when there are none."""
     numerics: str = ""
     """Name and version of the linear kernels and formats: a change is a change of bits."""
+
+    @property
+    def rope_frequencies(self) -> npt.NDArray[np.float64]:
+        """[head_dim / 2] radians a position turns channel pairs (i, i + head_dim / 2) by."""
+        steps = np.arange(0, self.head_dim, 2, dtype=np.float64)
+        frequencies = self.rope_theta ** (-steps / self.head_dim)
+        return frequencies / np.array(self.rope_factors or 1.0, np.float64)
+
+    @property
+    def no_rebase(self) -> str:
+        """What forbids to move the positions of stored keys; empty if nothing does."""
+        return ""
 
     def identity(self, page_tokens: int, backend: str) -> dict[str, str | int | list[str]]:
         """What a stored page depends on, for the fingerprint. Floats as hex strings.

@@ -104,7 +104,7 @@ class Drafting:
 
 def _cut(tree: DraftTree, seq: Sequence) -> DraftTree:
     """Without rows that the end of the reply or of the context makes useless."""
-    left = min(seq.max_tokens - seq.num_generated, seq.context_limit - len(seq.tokens)) - 1
+    left = seq.max_depth
     if max(tree.depths) <= left:
         return tree
     return tree.subset([row for row, depth in enumerate(tree.depths) if depth <= left])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from program import PROMPTS, say
 
 from chatkv.errors import StoreError
 from chatkv.events import Failed
+from chatkv.kv.chain import Chain
+from chatkv.kv.layout import Stage
 from chatkv.kv.restore import find_prefix
 from sessions import pagefile
 
@@ -56,9 +59,10 @@ def test_23_the_pool_is_as_it_was(sampled, error):
     chat = next(row for row in program.chats.chats() if row.turns == 2)
     messages, _ = program.chats.open(chat.id)._messages(program.model.tokenizer.tok_fp())
     _, tokens, flags = program.engine.service._render(messages)
-    store = FailsAtPage(program.pages, error, 3)
+    store: Any = FailsAtPage(program.pages, error, 3)
+    chain = Chain(program.core.root_key, pool.page_size, tokens, flags)
     with pytest.raises(type(error)):
-        find_prefix(pool, prefix, store, program.core.root_key, tokens, flags)
+        find_prefix(pool, prefix, store, chain, [Stage()], len(tokens))
     assert store.left == 0
     assert pool.used == used
     assert torch.equal(pool.data[:, held].view(torch.uint8), before.view(torch.uint8))
@@ -121,6 +125,7 @@ def order_after(folder, clock, monkeypatch) -> tuple[list, list, list]:
             say(chat, PROMPTS[number % 3])
             program.flush()
         names = [row.name for row in program.chats.chats()]
+        assert program.pages is not None
         program.pages.shrink(1 << 30)  # writes down when pages were used
         with told.pages() as db:
             rows = "SELECT token_ids FROM pages ORDER BY last_used, chain_index DESC"

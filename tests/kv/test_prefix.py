@@ -174,9 +174,13 @@ def test_reclaim_reaches_pages_behind_which_others_hold_some(rows: Any):
     cache.insert(keys[1], keys[0], twin.pages[1], ids[4:], [False] * 4)
     first.release()
     assert cache.reclaim(5) == 1
-    assert len(cache) == 0, "what stood behind it cannot be found any more"
+    assert cache.match(keys) == []
+    page = cache.hold(keys[1], keys[0], ids[4:], [False] * 4)
+    assert page == twin.pages[1], "found by its key, though what stood before it is gone"
+    rows.pool.release(page)
     assert rows.of(twin) == ids
     twin.release()
+    assert cache.reclaim(12) == 1
     assert rows.pool.free == 12
 
 

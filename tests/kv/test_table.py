@@ -135,7 +135,7 @@ def test_cut_in_mid_page_then_write(rows: Any):
     assert rows.of(fork) == [1, 2, 3, 4, 5, 6, 7]
     table.truncate(0)
     assert table.pages == []
-    with pytest.raises(ValueError, match="Cannot cut 0 slots to 1"):
+    with pytest.raises(ValueError, match="Cannot cut 0 ids to 1"):
         table.truncate(1)
 
 

@@ -3,6 +3,9 @@
 The interpreter multiplies through the host's BLAS, whose bits depend on shapes: values only.
 """
 
+# Loops here always run.
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from chatkv.batch import chain_batch, tree_batch
+from chatkv.kv.ops import Op
 from chatkv.kv.pool import PagePool
 from chatkv.kv.table import PageTable
 from chatkv.models import cuda_layers, random_model
@@ -60,13 +64,15 @@ def step(decoder: CudaDecoder, table: PageTable, ids: list[int]) -> np.ndarray:
 def prefill(decoder: CudaDecoder, table: PageTable, ids: list[int], stops: list[int]) -> np.ndarray:
     """Given ids through their chunks, in as many turns as there are stops."""
     for end in (*stops, len(ids)):
-        while (known := table.length) < end:
-            first, rows = decoder.chunk(known)
-            stop = min(first + rows, end)
+        while (known := table.num_tokens) < end:
+            base = table.stage.base
+            first, rows = decoder.chunk(known - base)
+            stop = min(base + first + rows, end)
             with table.reserve(stop - known) as reserved:
                 logits = decoder.prefill(
-                    ids[known:stop], first, known, reserved.slots, table.entries(), table.pool,
-                    chunk_rows=rows, want_logits=stop == end,
+                    ids[known:stop], table.slot(base + first), table.slot(known), reserved.slots,
+                    table.entries(), table.pool, chunk_rows=rows, want_logits=stop == end,
+                    holes=table.holes(),
                 )  # fmt: skip
                 reserved.keep(range(stop - known))
     assert logits is not None
@@ -117,6 +123,38 @@ def test_a_tree_is_plain_decoding_and_picks_like_its_sampler(make: Make):
     # What was kept is what plain decoding stored.
     kept = step(decoder, first, [11])
     np.testing.assert_allclose(kept, step(decoder, plain, [11]), rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_forgotten_is_not_seen(make: Make) -> None:
+    """Prompt and step agree behind a gap, and with other ids in the gap nothing changes: only its
+    influence on rows computed before the op is left."""
+    decoder = make("random:tiny")
+    pool = pool_of(decoder)
+    ids = np.random.default_rng(1).integers(0, 256, 110).tolist()
+    op = Op(90, ((70, 90),))
+
+    def after(start: list[int], stepped: bool, stops: list[int]) -> np.ndarray:
+        table = PageTable(pool)
+        try:
+            prefill(decoder, table, start, [])
+            table.forget(op)
+            if stepped:
+                step(decoder, table, ids[90:100])
+                return step(decoder, table, ids[100:])
+            return prefill(decoder, table, ids, stops)
+        finally:
+            table.release()
+
+    expected = after(ids[:90], False, [])
+    other = [*ids[:70], *ids[:20]]
+    for logits in (
+        after(ids[:90], True, []),
+        after(ids[:90], False, [95]),
+        after(other, False, []),
+    ):
+        np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4)
+    whole = prefill(decoder, PageTable(pool), ids, [])
+    assert not np.allclose(whole, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_tapped_residuals_are_a_rows_own(make: Make) -> None:

@@ -187,7 +187,8 @@ def test_a_chunk_attends_to_pages(start: int, known: int, stop: int, heads: tupl
     pages = torch.randn(8, 2, num_kv_heads, 64, dim)
     table = torch.randperm(8).to(torch.int32)
     stored = pages[table.long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
-    expected = chunks.attend_chunk_plain(q, *stored[:, :, : start + rows], start, dim**-0.5)
+    keys, found = stored[:, :, : start + rows]
+    expected = chunks.attend_chunk_plain(q, keys, found, start, dim**-0.5)
     # What lies behind the last new row was never written.
     for entry, page in enumerate(table.tolist()):
         pages[page, :, :, max(0, stop - 64 * entry) :] = torch.nan
@@ -201,6 +202,41 @@ def test_a_chunk_attends_to_pages(start: int, known: int, stop: int, heads: tupl
     assert torch.equal(q[new], out[new])
 
 
+@pytest.mark.parametrize("window", [0, 20, 150])
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("has_holes", [False, True])
+def test_a_chunk_sees_what_exists_and_is_near(has_holes: bool, codes: bool, window: int):
+    """Forgotten slots hold NaN; positions run ahead of slots; a window counts positions."""
+    rows, start, stop, dim, ahead = 128, 192, 290, 64, 40 if has_holes else 0
+    q, values = torch.randn(rows, 4, dim), torch.randn(6, 2, 2, 64, dim)
+    table = torch.randperm(6).to(torch.int32)
+    valid = torch.tensor([[0, 9], [33, 64], [1, 50], [0, 64], [0, 64], [0, 64]], dtype=torch.int32)
+    page_pos = torch.tensor([-3, 40, 111, 232, 296, 360], dtype=torch.int32)
+    slots = torch.arange(start + rows)
+    positions = page_pos[slots // 64] + slots % 64 if has_holes else slots
+    lo, hi = valid[slots // 64].unbind(-1)
+    exists = (lo <= slots % 64) & (slots % 64 < hi) | torch.tensor(not has_holes)
+    pages, scales = store.quantise(values, torch.int8) if codes else (values, None)
+    stored = dequantise(pages, scales, torch.float32)[table.long()]
+    keys, found = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : start + rows]
+    own = start + torch.arange(rows)
+    seen = exists & (slots <= own[:, None])
+    if window:
+        seen &= positions > positions[own][:, None] - window
+    scores = torch.einsum("thd,hld->htl", q, keys.repeat_interleave(2, 0)) * dim**-0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = torch.einsum("htl,hld->thd", weights, found.repeat_interleave(2, 0))
+    for slot in range(6 * 64):
+        if slot >= stop or not exists[slot]:
+            poisoned = pages if scales is None else scales
+            poisoned[table[slot // 64], :, :, slot % 64] = torch.nan
+    span = torch.tensor([start, start, stop, ahead], dtype=torch.int32)
+    out = torch.zeros_like(q)
+    holes = (valid, page_pos) if has_holes else None
+    chunks.attend_chunk(q, pages, table, span, out, scales, holes=holes, window=window)
+    close(out[: stop - start], expected[: stop - start])
+
+
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.uint8], ids=str)
 def test_a_chunk_attends_to_codes(kind: torch.dtype):
     rows, start, stop, dim = 128, 70, 190, 64
@@ -209,7 +245,8 @@ def test_a_chunk_attends_to_codes(kind: torch.dtype):
     table = torch.randperm(4).to(torch.int32)
     stored = dequantise(pages, scales, torch.float32)[table.long()]
     stored = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    expected = chunks.attend_chunk_plain(q, *stored[:, :, : start + rows], start, dim**-0.5)
+    keys, found = stored[:, :, : start + rows]
+    expected = chunks.attend_chunk_plain(q, keys, found, start, dim**-0.5)
     for entry, page in enumerate(table.tolist()):
         scales[page, :, :, max(0, stop - 64 * entry) :] = torch.nan
     span, out = torch.tensor([start, start, stop], dtype=torch.int32), torch.zeros_like(q)
