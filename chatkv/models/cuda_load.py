@@ -61,6 +61,21 @@ def load_weights(
         ) from error
 
 
+def read_spec(file: ModelFile) -> tuple[ModelSpec, Tokenizer]:
+    """What a model is, and its tokenizer, without its weights.
+
+    Raises:
+        UnknownModel, BadWeights: As `load_weights`.
+    """
+    if file.kind == "random":
+        return random_model.random_spec(file.name)[0], random_model.byte_tokenizer()
+    if file.kind == "folder":
+        opened = ModelFolder(file.path)
+        return opened.spec, opened.tokenizer()
+    packed = weights.load(file, None)
+    return packed.spec, Tokenizer.from_file(packed.folder / "tokenizer.json")
+
+
 def expect_shape(spec: ModelSpec) -> None:
     """Raise unless the kernels serve a model of this shape.
 

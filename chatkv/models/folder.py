@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ class ModelFolder:
                 norm_eps=float(config.get("rms_norm_eps", 1e-6)),
                 eos_ids=self._eos_ids(),
                 weights_digest=self._digest(),
-                rope_factors=self._rope_factors(rope, theta, head_dim),
+                rope_factors=rope_factors(self.path, rope, theta, head_dim),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BadWeights(
@@ -274,33 +274,6 @@ class ModelFolder:
         window = self.config.get("sliding_window")
         return None if window is None else int(window)
 
-    def _rope_factors(self, rope: dict[str, Any], theta: float, dim: int) -> tuple[float, ...]:
-        """Divisors of the rotary frequencies, [D / 2], as transformers computes them."""
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind == "default":
-            return ()
-        factor = float(rope.get("factor", 1.0))
-        if kind == "linear":
-            return (factor,) * (dim // 2)
-        if kind != "llama3":
-            raise BadWeights(
-                f"{self.path} scales its rotary positions ({kind}).",
-                hint="Scalings that run: linear, llama3.",
-            )
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        trained = float(rope["original_max_position_embeddings"])
-        factors: list[float] = []
-        for i in range(dim // 2):
-            wavelength = 2 * math.pi * theta ** (2 * i / dim)
-            if wavelength < trained / high:
-                factors.append(1.0)
-            elif wavelength > trained / low:
-                factors.append(factor)
-            else:
-                smooth = (trained / wavelength - low) / (high - low)
-                factors.append(1 / ((1 - smooth) / factor + smooth))
-        return tuple(factors)
-
     def _eos_ids(self) -> tuple[int, ...]:
         ids: set[int] = set()
         for source in (self.config, self._json("generation_config.json", optional=True)):
@@ -314,3 +287,35 @@ class ModelFolder:
         for file in sorted(set(self._files.values())):
             digest.update(file.name.encode() + b"\0" + known_sha256(file).encode())
         return digest.hexdigest()
+
+
+def rope_factors(path: Path, rope: Mapping[str, Any], theta: float, dim: int) -> tuple[float, ...]:
+    """Divisors of the rotary frequencies, [D / 2], as transformers computes them.
+
+    Raises:
+        BadWeights: A scaling that is not known here.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return ()
+    factor = float(rope.get("factor", 1.0))
+    if kind == "linear":
+        return (factor,) * (dim // 2)
+    if kind != "llama3":
+        raise BadWeights(
+            f"{path} scales its rotary positions ({kind}).",
+            hint="Scalings that run: linear, llama3.",
+        )
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    trained = float(rope["original_max_position_embeddings"])
+    factors: list[float] = []
+    for i in range(dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * i / dim)
+        if wavelength < trained / high:
+            factors.append(1.0)
+        elif wavelength > trained / low:
+            factors.append(factor)
+        else:
+            smooth = (trained / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return tuple(factors)

@@ -3,6 +3,8 @@ only, and a resume gives the trees of a chat that never quit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -101,10 +103,16 @@ def check(held: Held, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("rows", [6, 40])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, temperature):
+@pytest.mark.parametrize(("temperature", "source"), [(0.0, "chatkv"), (0.8, "eagle3")])
+def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, temperature, source):
     """Packed products lose what Q8_0 loses. What lies behind the window is not seen."""
     monkeypatch.setattr(cpu_eagle, "WINDOW", 32)
+    if source == "eagle3":  # imported: taps as they are, rows of its own, another residual
+        torch.manual_seed(1)
+        own = {"source": source, "norms_residual": True, "eps": 1e-3, "rope_factors": (2.0,) * 16}
+        head = EagleHead(replace(file.head.shape, **own)).requires_grad_(False)
+        head.gamma.mul_(4)
+        file = replace(file, head=head)
     head = file.head
     assert isinstance(head, EagleHead)
     grower = CpuEagle(file, decoder, depth=3, children=3)
@@ -138,7 +146,10 @@ def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, tempera
     expected = grow(
         head,
         EagleCell(head, head.features(taps[-1:]), torch.tensor([rows - 1]), look),
-        Vocabulary.of(file.draft_ids, table, table),
+        replace(
+            Vocabulary.of(file.draft_ids, table, table),
+            draft_rows=table[file.draft_ids] if head.rows is None else head.rows,
+        ),
         torch.tensor([ids[-1]]),
         Growth(rows=DRAFT_IDS, depth=3, width=12, children=12),
         inverse_t=torch.tensor([1 / temperature if temperature else 1.0]),

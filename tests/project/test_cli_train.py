@@ -51,3 +51,13 @@ def test_a_stage_that_fails_ends_it_and_says_how_to_go_on(chatkv, stages):
 def test_too_little_time(chatkv, stages):
     assert chatkv("train-heads", "--minutes", "1").code == 2
     assert not stages.stages
+
+
+def test_an_import_is_one_stage_and_trains_nothing(chatkv, stages, tmp_path):
+    ran = chatkv("train-heads", "--import", str(tmp_path / "theirs"), "--json")
+    assert ran.json["kind"] == "eagle"
+    (stage,) = stages.stages
+    assert stage[0] == "import"
+    assert stage[stage.index("--folder") + 1] == str(tmp_path / "theirs")
+    stages.fails = "import"
+    assert "Nothing was written" in chatkv("train-heads", "--import", "x").err

@@ -27,6 +27,9 @@ LEAST_MINUTES = 2.0
               show_default=True, help="Time for everything.")  # fmt: skip
 @click.option("--kind", type=click.Choice(["recurrent", "eagle", "parallel"]), default="recurrent",
               show_default=True, help="What is trained.")  # fmt: skip
+@click.option("--import", "imported", type=FILE, metavar="DIR",
+              help="Take an EAGLE-3 head of others instead: a folder as SafeAILab or "
+              "Speculators lay it out.")  # fmt: skip
 @click.option("--work", type=FILE, metavar="DIR", help="Folder of what is learned so far.")
 @device_option
 @json_option
@@ -38,6 +41,7 @@ def train_heads(
     measured: tuple[Path, ...],
     minutes: float,
     kind: str,
+    imported: Path | None,
     work: Path | None,
     device: str | None,
     as_json: bool,
@@ -64,22 +68,33 @@ def train_heads(
             ["measure", "--minutes", rest, "--kinds", kind, *_paths("--prompts", measured)]
         )
     stages.append(["export", "--kind", kind, "--to", str(target)])
-    found.note(
-        f"{minutes:g} minutes of {where} for {file.name}: "
-        f"{', '.join(stage[0] for stage in stages)}; files in {folder}."
-    )
+    if imported is not None:
+        stages = [["import", "--folder", str(imported), "--to", str(target)]]
+        found.note(f"{imported} becomes a head of {file.name}.")
+    else:
+        found.note(
+            f"{minutes:g} minutes of {where} for {file.name}: "
+            f"{', '.join(stage[0] for stage in stages)}; files in {folder}."
+        )
     for stage in stages:
         found.note(f"{stage[0]} ...")
         done = subprocess.run(
             [sys.executable, "-m", "chatkv.spec.train", stage[0], *shared, *stage[1:]], check=False
         )
         if done.returncode:
+            kept = "What was learned is kept: the same command goes on from there."
             raise ModelError(
                 f"The stage {stage[0]} ended with status {done.returncode}.",
-                hint="What was learned is kept: the same command goes on from there.",
+                hint="Nothing was written." if imported is not None else kept,
             )
     if as_json:
-        output.write_json({"model": file.name, "kind": kind, "folder": str(target)})
+        output.write_json(
+            {
+                "model": file.name,
+                "kind": kind if imported is None else "eagle",
+                "folder": str(target),
+            }
+        )
     else:
         output.line(f"The head is in {target}. Use it with --drafters ngram,heads.")
 

@@ -54,11 +54,12 @@ class CpuGrower(CpuGuesses):
             position: Of the token behind the root.
         """
         threads, one = self.model.threads, self._one
-        norm_taps(np.asarray(taps), self._fuse.x[0])
+        norm_taps(np.asarray(taps), self.eps, self._fuse.x[0])
         state = self._fuse(threads).copy()
 
         def advance(token: int, step: int) -> Floats:
-            kernels.norm_pair(state, one, self.embedded([token])[0], one, self._gates.x[0])
+            embedded = self.embedded([token])[0]
+            kernels.norm_pair(state, one, embedded, one, self.eps, self._gates.x[0])
             kernels.gate(self._gates(threads), self._down.x[0])
             np.add(state, self._down(threads), out=state)
             return state

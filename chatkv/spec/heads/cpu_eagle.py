@@ -66,7 +66,7 @@ class CpuEagle(CpuGuesses):
         self._gates = Product(interleaved(head.gate, head.up))
         self._down = Product(numbers(head.down))
         self._norms = [numbers(w) for w in (head.token_norm, head.state_norm, head.feed_norm)]
-        self._angles = rotary_tables(shape.head_dim, shape.rope_theta, (), 0, 1024)
+        self._angles = self._tables(1024)
         own = (depth, shape.num_kv_heads, shape.head_dim)
         self._own_keys, self._own_values = np.zeros(own, np.float32), np.zeros(own, np.float32)
         self._scores = np.zeros(self.window + depth, np.float32)
@@ -92,7 +92,10 @@ class CpuEagle(CpuGuesses):
         for first in range(0, len(taps), ROWS):
             count = min(ROWS, len(taps) - first)
             for row in range(count):
-                norm_taps(taps[first + row], self._fuse.x[row])
+                if self._shape.source == "chatkv":
+                    norm_taps(taps[first + row], self.eps, self._fuse.x[row])
+                else:
+                    self._fuse.x[row] = taps[first + row].reshape(-1)
             self._fuse(threads, count)
             for row in range(count):
                 self._pair(embedded[first + row], self._fuse.out[row], self._kv.x[row])
@@ -136,8 +139,10 @@ class CpuEagle(CpuGuesses):
                 step, self._scores, self._mixed,
             )  # fmt: skip
             self._o.x[0] = self._mixed.reshape(-1)
+            if shape.norms_residual:
+                state[:] = self._q.x[0, shape.hidden :]  # normed by `_pair`
             np.add(state, self._o(threads), out=state)
-            kernels.norm(state, self._norms[2], self._gates.x[0])
+            kernels.norm(state, self._norms[2], self.eps, self._gates.x[0])
             kernels.gate(self._gates(threads), self._down.x[0])
             np.add(state, self._down(threads), out=state)
             return state
@@ -147,7 +152,7 @@ class CpuEagle(CpuGuesses):
         )
 
     def _pair(self, embedded: Floats, state: Floats, out: Floats) -> None:
-        kernels.norm_pair(embedded, self._norms[0], state, self._norms[1], out)
+        kernels.norm_pair(embedded, self._norms[0], state, self._norms[1], self.eps, out)
 
     def _heads(self, row: Floats, place: int) -> tuple[Floats, Floats]:
         """Key, rotated in place, and value [HK, D] of a row of `_kv`."""
@@ -159,8 +164,10 @@ class CpuEagle(CpuGuesses):
         """cos and sin [D / 2] of a place; the tables double when it lies behind them."""
         cos, sin = self._angles
         if place >= len(cos):
-            stop = max(place + 1, 2 * len(cos))
-            shape = self._shape
-            self._angles = rotary_tables(shape.head_dim, shape.rope_theta, (), 0, stop)
+            self._angles = self._tables(max(place + 1, 2 * len(cos)))
             cos, sin = self._angles
         return cos[place], sin[place]
+
+    def _tables(self, stop: int) -> tuple[Floats, Floats]:
+        shape = self._shape
+        return rotary_tables(shape.head_dim, shape.rope_theta, shape.rope_factors, 0, stop)

@@ -14,8 +14,6 @@ from chatkv.attention.jit import njit, prange
 from chatkv.models.layers import gate_row, norm_row, quantise_row
 from chatkv.models.linear import share_rows
 
-EPS = np.float32(1e-6)
-"""Of all norms of a head."""
 HIDDEN_SCORE = np.float32(-1e30)
 LOG2E = np.float32(math.log2(math.e))
 
@@ -33,17 +31,17 @@ def project(weights, matrix, workers, x, codes, scales, rows, out):
         share_rows(weights, matrix, worker, workers, codes, scales, rows, out, 0)
 
 
-@njit("void(float32[::1], float32[::1], float32[::1])")
-def norm(x, weight, out):
+@njit("void(float32[::1], float32[::1], float32, float32[::1])")
+def norm(x, weight, eps, out):
     """out = x / rms(x) * weight."""
-    norm_row(x, weight, EPS, out)
+    norm_row(x, weight, eps, out)
 
 
-@njit("void(float32[::1], float32[::1], float32[::1], float32[::1], float32[::1])")
-def norm_pair(a, a_weight, b, b_weight, out):
+@njit("void(float32[::1], float32[::1], float32[::1], float32[::1], float32, float32[::1])")
+def norm_pair(a, a_weight, b, b_weight, eps, out):
     """out = both, each normed on its own, one behind the other."""
-    norm_row(a, a_weight, EPS, out[: len(a)])
-    norm_row(b, b_weight, EPS, out[len(a) :])
+    norm_row(a, a_weight, eps, out[: len(a)])
+    norm_row(b, b_weight, eps, out[len(a) :])
 
 
 @njit("void(float32[::1], float32[::1])")

@@ -76,7 +76,10 @@ class CpuGuesses:
         self.depth, self.children = depth, children
         self.model = model
         self._ids = file.draft_ids.numpy().astype(np.int64)
-        self._guess = Product(model.vocabulary_rows(self._ids, of_head=True))
+        own = getattr(file.head, "rows", None)
+        rows = model.vocabulary_rows(self._ids, of_head=True) if own is None else numbers(own)
+        self._guess = Product(rows)
+        self.eps = np.float32(file.head.shape.eps)
         self._gamma = numbers(file.head.gamma)
 
     def embedded(self, tokens: list[int]) -> Floats:
@@ -105,7 +108,7 @@ class CpuGuesses:
             if chance[row] < LEAST_CHANCE:
                 break
             state = advance(tokens[row], step)
-            kernels.norm(state, self._gamma, self._guess.x[0])
+            kernels.norm(state, self._gamma, self.eps, self._guess.x[0])
             logits = self._guess(self.model.threads)
             parent, best = row, 0.0
             for token, share in self._likely(logits, position + step, temperature, seed):
@@ -137,11 +140,11 @@ class CpuGuesses:
         return list(zip(self._ids[near[order]].tolist(), shares.tolist(), strict=True))
 
 
-def norm_taps(taps: Floats, out: Floats) -> None:
+def norm_taps(taps: Floats, eps: np.float32, out: Floats) -> None:
     """out [taps H] = each tap [taps, H] normed."""
     one = np.ones(taps.shape[1], np.float32)
     for tap, place in zip(taps, out.reshape(taps.shape), strict=True):
-        kernels.norm(np.ascontiguousarray(tap), one, place)
+        kernels.norm(np.ascontiguousarray(tap), one, eps, place)
 
 
 def numbers(weight: object) -> Floats:

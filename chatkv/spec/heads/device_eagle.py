@@ -10,6 +10,7 @@ lie where the graph reads them; those of others wait in memories of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ class DeviceEagle:
             if parameter.dim() > 1:  # norms stay exact
                 parameter.data = parameter.data.to(weights.dtype)
         self._vocabulary = Vocabulary.of(file.draft_ids, weights.head, weights.embedding)
+        if head.rows is not None:
+            self._vocabulary = replace(self._vocabulary, draft_rows=head.rows)
         self.window = WINDOW
         shape = head.shape
         self._floats = {"dtype": torch.float32, "device": device}

@@ -109,11 +109,7 @@ def load(
         for name, needed in target_of(spec, tokenizer_fingerprint).items():
             _expect(path, name, about.get(name), needed)
     shape = _shape(path, about)
-    expected = shape_for(shape.kind, spec, draft_ids=shape.draft_ids, depth=shape.depth)
-    for name, needed in asdict(expected).items():
-        # The inner width is the head's own affair; its tensors are checked below.
-        if name != "inner":
-            _expect(path, name, getattr(shape, name), needed)
+    expect_shape(path, shape, spec)
     head = new_head(shape)
     for name, weight in parameters_of(head):
         found = tuple(tensors[name].shape) if name in tensors else None
@@ -148,10 +144,25 @@ def kind_for(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> str |
         return None
 
 
+def expect_shape(path: Path, shape: HeadShape, spec: ModelSpec) -> None:
+    """Raise HeadsMismatch unless a head of that shape fits a target."""
+    _expect(path, "hidden", shape.hidden, spec.hidden_size)
+    if shape.source == "eagle3":  # its attention is its own affair
+        inside = [layer for layer in shape.taps if 1 <= layer <= spec.num_layers]
+        _expect(path, f"taps of {spec.num_layers} layers", list(shape.taps), inside)
+        return
+    expected = shape_for(shape.kind, spec, draft_ids=shape.draft_ids, depth=shape.depth)
+    for name, needed in asdict(expected).items():
+        # The inner width is the head's own affair; its tensors are checked below.
+        if name != "inner":
+            _expect(path, name, getattr(shape, name), needed)
+
+
 def _shape(path: Path, about: Mapping[str, str]) -> HeadShape:
     try:
         fields = json.loads(about["shape"])
-        shape = HeadShape(**{**fields, "taps": tuple(fields["taps"])})
+        factors = tuple(fields.get("rope_factors", ()))
+        shape = HeadShape(**{**fields, "taps": tuple(fields["taps"]), "rope_factors": factors})
     except (KeyError, ValueError, TypeError) as error:
         raise HeadsMismatch(
             f"{path} says nothing usable of its shape: {error}.", hint=HINT

@@ -71,15 +71,16 @@ class Head(nn.Module):
 
     def features(self, taps: Tensor) -> Tensor:
         """[..., hidden] float32 of taps [..., taps, hidden]."""
-        return product(rms(taps).flatten(-2), self.fuse).float()
+        read = rms(taps) if self.shape.source == "chatkv" else taps
+        return product(read.flatten(-2), self.fuse).float()
 
     def readout(self, state: Tensor) -> Tensor:
         """[..., hidden], to be multiplied with the embeddings of the draft ids."""
-        return rms(state) * self.gamma
+        return rms(state, eps=self.shape.eps) * self.gamma
 
     def reading(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """`readout` and `doubt` of the same states."""
-        normed, w = rms(state), self.confidence.float()
+        normed, w = rms(state, eps=self.shape.eps), self.confidence.float()
         return normed * self.gamma, (normed * w[:-1]).sum(-1) + w[-1]
 
     def logits(self, state: Tensor, rows: Tensor) -> Tensor:
@@ -138,6 +139,10 @@ class EagleHead(Head):
         self.gate = _matrix(shape.inner, hidden)
         self.up = _matrix(shape.inner, hidden)
         self.down = _matrix(hidden, shape.inner)
+        self.rows: nn.Parameter | None = None
+        """[K, hidden] to guess with, of a head that was imported; else the target lends its own."""
+        if shape.source == "eagle3":
+            self.rows = _matrix(shape.draft_ids, hidden)
 
     def advance(
         self, state: Tensor, embedded: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
@@ -152,8 +157,10 @@ class EagleHead(Head):
         """
         q, k, v = self._heads(state, embedded, angles)
         mixed = attend(q, k, v)
+        if self.shape.norms_residual:
+            state = rms(state, self.state_norm, self.shape.eps)
         state = state + product(mixed.flatten(-2), self.o)
-        z = rms(state, self.feed_norm)
+        z = rms(state, self.feed_norm, self.shape.eps)
         return state + product(F.silu(product(z, self.gate)) * product(z, self.up), self.down)
 
     def stored(
@@ -170,7 +177,8 @@ class EagleHead(Head):
         self, state: Tensor, embedded: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.shape
-        z = torch.cat([rms(embedded, self.token_norm), rms(state, self.state_norm)], -1)
+        eps = shape.eps
+        z = torch.cat([rms(embedded, self.token_norm, eps), rms(state, self.state_norm, eps)], -1)
         heads = product(z, self.qkv).unflatten(-1, (-1, shape.head_dim))
         q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], -2)
         return rotate(q, *angles), rotate(k, *angles), v
@@ -186,7 +194,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def angles_of(shape: HeadShape, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [..., D / 2] float32 of positions [...]."""
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float64, device=positions.device)
-    angles = positions[..., None].double() * shape.rope_theta ** (-steps / shape.head_dim)
+    frequencies = shape.rope_theta ** (-steps / shape.head_dim)
+    if shape.rope_factors:
+        frequencies = frequencies / steps.new_tensor(shape.rope_factors)
+    angles = positions[..., None].double() * frequencies
     return angles.cos().float(), angles.sin().float()
 
 

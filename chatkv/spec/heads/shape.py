@@ -9,6 +9,7 @@ from chatkv.models.spec import ModelSpec
 
 Kind = Literal["parallel", "recurrent", "eagle"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Source = Literal["chatkv", "eagle3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,14 @@ class HeadShape:
     head_dim: int
     rope_theta: float
     norm_eps: float
+    source: Source = "chatkv"
+    """`eagle3` reads taps as they are and guesses with output rows of its own."""
+    eps: float = 1e-6
+    """Of the head's own norms."""
+    norms_residual: bool = False
+    """Whether an eagle layer adds to the normed state; else to the state."""
+    rope_factors: tuple[float, ...] = ()
+    """Divisors of an eagle layer's rotary frequencies; none divides nothing."""
 
     @property
     def features(self) -> int:

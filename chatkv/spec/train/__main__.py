@@ -22,9 +22,10 @@ import torch
 
 from chatkv.errors import ChatKVError
 from chatkv.models import catalog
-from chatkv.models.cuda_load import load_weights
+from chatkv.models.cuda_load import load_weights, read_spec
 from chatkv.models.dense import DenseWeights
 from chatkv.models.devices import expect_cuda
+from chatkv.spec.heads import eagle3
 from chatkv.spec.heads.file import load as load_head
 from chatkv.spec.heads.file import save as save_head
 from chatkv.spec.heads.shape import KINDS
@@ -146,6 +147,14 @@ def run_measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"kinds": ", ".join(table)}
 
 
+def run_import(options: argparse.Namespace) -> dict[str, Any]:
+    spec, tokenizer = read_spec(catalog.find(options.model))
+    file = eagle3.read(options.folder, spec, tokenizer.tok_fp())
+    path = options.to / f"{spec.name.lower()}-{options.folder.name.lower()}.safetensors"
+    save_head(path, file, packed=True)
+    return {"file": path, "bytes": path.stat().st_size}
+
+
 def run_export(options: argparse.Namespace) -> dict[str, Any]:
     weights, tokenizer = load(options)
     facts = {"command": options.command, "device": options.device_name}
@@ -200,6 +209,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seats", type=int, default=1024)
     made.add_argument("--length", type=int, default=1536)
     made.add_argument("--answer-tokens", type=int, default=256)
+
+    made = stage("import", run_import, 1)
+    made.add_argument("--folder", type=Path, required=True, help="an EAGLE-3 head of others")
+    made.add_argument("--to", type=Path, required=True, help="folder of the file")
 
     made = stage("export", run_export, 1)
     made.add_argument("--kind", choices=KINDS, required=True)
