@@ -109,8 +109,11 @@ def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, tempera
     monkeypatch.setattr(cpu_eagle, "WINDOW", 32)
     if source == "eagle3":  # imported: taps as they are, rows of its own, another residual
         torch.manual_seed(1)
-        own = {"source": source, "norms_residual": True, "eps": 1e-3, "rope_factors": (2.0,) * 16}
-        head = EagleHead(replace(file.head.shape, **own)).requires_grad_(False)
+        shape = replace(
+            file.head.shape, source="eagle3", norms_residual=True, eps=1e-3,
+            rope_factors=(2.0,) * 16,
+        )  # fmt: skip
+        head = EagleHead(shape).requires_grad_(False)
         head.gamma.mul_(4)
         file = replace(file, head=head)
     head = file.head
