@@ -87,14 +87,15 @@ def measure_steps(
             for _ in range(3):
                 whole()
             step = decoder.graphs.run(batch, pool)
-            assert step._step_graph is not None
-            assert step._pick_graph is not None
+            step_graph, pick_graph = step.step.graph, step.picking.graph
+            assert step_graph is not None
+            assert pick_graph is not None
             line: Line = {
                 "linear": decoder.layers.linear,
                 "context": context,
                 "rows": rows,
-                "captured_step_ms": device_ms(step._step_graph.replay),
-                "picking_ms": device_ms(step._pick_graph.replay),
+                "captured_step_ms": device_ms(step_graph.replay),
+                "picking_ms": device_ms(pick_graph.replay),
                 "whole_step_ms": wall_ms(whole),
             }
             print(
@@ -103,7 +104,7 @@ def measure_steps(
             )
             found.append(line)
             if profile:
-                show_kernels(step._step_graph.replay)
+                show_kernels(step_graph.replay)
     table.release()
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +14,37 @@ from torch import Tensor
 from chatkv.attention.call import AttentionCall
 from chatkv.kv.table import PageTable
 from chatkv.models.model import ForwardBatch
+from chatkv.spec.proposal import GrownTree, Proposal
 from chatkv.spec.tree import DraftTree
 
 Slots = npt.NDArray[np.int64]
 
 
-def tree_batch(tables: Seq[PageTable], trees: Seq[DraftTree], slots: Seq[Slots]) -> ForwardBatch:
+def tree_batch(tables: Seq[PageTable], trees: Seq[Proposal], slots: Seq[Slots]) -> ForwardBatch:
     """The rows of one tree a sequence, all their logits wanted.
+
+    A tree that is still being grown comes alone.
 
     Args:
         tables: With a reservation open for the rows of each tree.
         trees: Row 0 is the id right behind what the table holds.
         slots: [R] physical slots of each reservation.
     """
+    seen = [tree for tree in trees if isinstance(tree, DraftTree)]
+    if len(seen) < len(trees):
+        (grown,) = trees
+        nothing = np.zeros(len(grown), np.int32)
+        batch = _batch(tables, nothing, nothing, slots, ancestors=None, logit_rows=None)
+        return replace(batch, grown=grown.rows if isinstance(grown, GrownTree) else None)
+    trees = seen
     depths = [np.array(tree.depths, np.int32) for tree in trees]
     chains = all(tree.depths[-1] == len(tree) - 1 for tree in trees)
     return _batch(
         tables,
         np.concatenate([tree.tokens for tree in trees]),
-        np.concatenate([t.position + d for t, d in zip(tables, depths, strict=True)]),
+        _joined([d + t.position for t, d in zip(tables, depths, strict=True)]),
         slots,
-        ancestors=None if chains else np.concatenate([tree.ancestors() for tree in trees]),
+        ancestors=None if chains else _joined([tree.ancestors() for tree in trees]),
         logit_rows=None,
     )
 
@@ -63,10 +74,12 @@ def _batch(
     logit_rows: npt.NDArray[np.int32] | None,
 ) -> ForwardBatch:
     entries = [table.entries() for table in tables]
-    width = max(len(row) for row in entries)
-    page_table = np.zeros((len(tables), width), np.int32)
-    for row, pages in zip(page_table, entries, strict=True):
-        row[: len(pages)] = pages
+    width = max([len(row) for row in entries])
+    page_table = entries[0][None]
+    if len(tables) > 1:
+        page_table = np.zeros((len(tables), width), np.int32)
+        for row, pages in zip(page_table, entries, strict=True):
+            row[: len(pages)] = pages
     rows = [len(own) for own in slots]
     positions = positions.astype(np.int32, copy=False)
     valid, page_pos = _holes(tables, width)
@@ -81,7 +94,7 @@ def _batch(
     return ForwardBatch(
         tokens=tokens,
         positions=positions,
-        slots=np.concatenate(slots),
+        slots=_joined(slots),
         call=call,
         logit_rows=logit_rows,
     )
@@ -101,3 +114,8 @@ def _holes(tables: Seq[PageTable], width: int) -> tuple[Tensor | None, Tensor | 
             valid[row, : len(found.valid)] = found.valid
             page_pos[row, : len(found.page_pos)] = found.page_pos
     return torch.from_numpy(valid), torch.from_numpy(page_pos)
+
+
+def _joined(parts: Seq[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """One behind another; the only one as it is, since most steps have one sequence."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

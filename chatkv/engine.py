@@ -39,6 +39,7 @@ from chatkv.sequence import ReplyText, Sequence
 from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafting import Drafting
 from chatkv.spec.memory import DraftMemory
+from chatkv.spec.proposal import settled
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.token_log import TokenLog
 from chatkv.spec.tree import DraftTree
@@ -238,25 +239,27 @@ class Engine:
                 # A row that nobody holds when its step runs again need not be copied.
                 seq.last_logits = None
             result = self.model.step(batch, self.pool)
-            result.sample([seq.sampler for seq in seqs])
+            result.sample([seq.sampler for seq in seqs], self.drafting.behind(seqs))
             verified = perf_counter()
+            ran = [settled(tree) for tree in trees]
             first = 0
-            for seq, tree, reserved in zip(seqs, trees, rows, strict=True):
+            for place, (seq, tree, reserved) in enumerate(zip(seqs, ran, rows, strict=True)):
                 accepted.append(self._accept(seq, tree, result, first))
-                reserved.keep(accepted[-1].rows)
+                reserved.keep(accepted[-1].rows, moved=result.has_moved(place))
                 first += len(tree)
         for seq, gained in zip(seqs, accepted, strict=True):
             self.prompts.remember(seq, seq.table.num_tokens - len(gained.rows))
         ended = perf_counter()
-        record = StepRecord.of(
-            trees,
+        record = partial(
+            StepRecord.of,
+            ran,
             accepted,
             draft_ms=1000 * (drafted - begun),
             verify_ms=1000 * (verified - started),
             accept_ms=1000 * (ended - verified),
             host_ms=1000 * (started - drafted),
         )
-        self.drafting.observe(seqs, record, accepted)
+        self.drafting.observe(seqs, accepted, record)
         return [gained.tokens for gained in accepted]
 
     def finish(self, seq: Sequence) -> DraftStats:
@@ -326,6 +329,7 @@ class Engine:
         seq.ops.append(plan.op)
         seq.chain.add(plan.op)
         self.prompts.forget(seq)
+        self.drafting.void(seq)
         seq.forgot.append(plan)
 
     def _expect_ops(self, ops: Seq[Op], num_ids: int, limits: Limits) -> None:

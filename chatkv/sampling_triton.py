@@ -40,7 +40,7 @@ from chatkv.sampling_triton_math import (
     weight_of_best,
 )
 
-INTEGERS, FLOATS = 4, 3
+INTEGERS, FLOATS = 2, 3
 """Columns of the settings of a row."""
 BLOCK = 1024
 """Logits of one row looked at together."""
@@ -49,11 +49,12 @@ SPLITS = 16
 
 
 @triton.jit
-def settings(integers, floats, row):
+def settings(positions, integers, floats, row):
     """(seed words, position, top_k, top_p, 1 / T or 0, log min_p) of a row."""
-    seed = tl.load(integers + row * 4)
-    position = tl.load(integers + row * 4 + 1).to(tl.uint32)
-    top_k = tl.load(integers + row * 4 + 2)
+    seed = tl.load(integers + row * 2)
+    # The token stands right behind its row.
+    position = (tl.load(positions + row) + 1).to(tl.uint32)
+    top_k = tl.load(integers + row * 2 + 1)
     top_p = tl.load(floats + row * 3)
     inv_t = tl.load(floats + row * 3 + 1).to(tl.float32)
     log_min_p = tl.load(floats + row * 3 + 2).to(tl.float32)
@@ -130,7 +131,7 @@ def row_maxima(
 
 @triton.jit
 def row_scores(
-    logits, rows, integers, floats, maxima, scores, tokens, totals, ranks, goals, vocab,
+    logits, rows, positions, integers, floats, maxima, scores, tokens, totals, ranks, goals, vocab,
     ROUND: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """scores, tokens [2, T, SPLITS]: the best of each part of a row; totals [T, SPLITS]: weights.
@@ -143,7 +144,9 @@ def row_scores(
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(rows):
         return
-    key0, key1, position, top_k, top_p, inv_t, log_min_p = settings(integers, floats, row)
+    key0, key1, position, top_k, top_p, inv_t, log_min_p = settings(
+        positions, integers, floats, row
+    )
     top = best_logit(maxima, row, SPLITS)
     best = top * inv_t
     start, stop = part_of(vocab, BLOCK, SPLITS)
@@ -197,7 +200,7 @@ def is_searching(top, best, top_k, top_p, inv_t, log_min_p):
 
 @triton.jit
 def row_ranks(
-    logits, rows, integers, floats, maxima, scores, tokens, totals, ranks, goals, vocab,
+    logits, rows, positions, integers, floats, maxima, scores, tokens, totals, ranks, goals, vocab,
     ROUND: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ranks [T, 2, SPLITS, 2] int64: weight and number of those before a round's candidate.
@@ -210,7 +213,7 @@ def row_ranks(
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(rows):
         return
-    _, _, _, top_k, top_p, inv_t, log_min_p = settings(integers, floats, row)
+    _, _, _, top_k, top_p, inv_t, log_min_p = settings(positions, integers, floats, row)
     top = best_logit(maxima, row, SPLITS)
     best = top * inv_t
     if is_searching(top, best, top_k, top_p, inv_t, log_min_p):
@@ -241,7 +244,7 @@ def row_ranks(
 
 @triton.jit
 def row_choice(
-    logits, rows, integers, floats, maxima, scores, tokens, ranks, goals, out, vocab,
+    logits, rows, positions, integers, floats, maxima, scores, tokens, ranks, goals, out, vocab,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [T] int32: the token of each row, or -1 if its logits are no numbers. Grid (T,)."""
@@ -251,7 +254,9 @@ def row_choice(
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(rows):
         return
-    key0, key1, position, top_k, top_p, inv_t, log_min_p = settings(integers, floats, row)
+    key0, key1, position, top_k, top_p, inv_t, log_min_p = settings(
+        positions, integers, floats, row
+    )
     top = best_logit(maxima, row, SPLITS)
     best = top * inv_t
     line = logits + row * vocab
@@ -288,8 +293,10 @@ class PickRoom:
 
     rows: Tensor
     """[1] int32: how many rows are real."""
+    positions: Tensor
+    """[T] int32, of each row: the token chosen stands one behind."""
     integers: Tensor
-    """[T, 4] int64: seed, position, top_k, 0."""
+    """[T, 2] int64: seed, top_k."""
     floats: Tensor
     """[T, 3] float64: top_p, 1 / temperature (0 at temperature 0), log of min_p."""
     maxima: Tensor
@@ -302,11 +309,12 @@ class PickRoom:
     """[T] int32 chosen tokens; -1 where the logits are no numbers."""
 
     @classmethod
-    def of(cls, rows: Tensor, integers: Tensor, floats: Tensor) -> PickRoom:
+    def of(cls, rows: Tensor, positions: Tensor, integers: Tensor, floats: Tensor) -> PickRoom:
         """Around the settings' own tensors."""
         count, device = len(integers), integers.device
         return cls(
             rows,
+            positions,
             integers,
             floats,
             torch.zeros(count, SPLITS, dtype=torch.float32, device=device),
@@ -319,12 +327,12 @@ class PickRoom:
         )
 
 
-def settings_of(params: SamplingParams, position: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def settings_of(params: SamplingParams) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """A row of `PickRoom.integers` and of `PickRoom.floats`."""
     greedy = params.temperature == 0
     inv_t = 0.0 if greedy else float(np.float32(1.0 / params.temperature))
     log_min_p = float(np.float32(math.log(params.min_p))) if params.min_p > 0 else -math.inf
-    return (params.seed, position, params.top_k, 0), (params.top_p, inv_t, log_min_p)
+    return (params.seed, params.top_k), (params.top_p, inv_t, log_min_p)
 
 
 def pick_rows(logits: Tensor, room: PickRoom, *, pdl: bool = False) -> None:
@@ -340,7 +348,10 @@ def pick_rows(logits: Tensor, room: PickRoom, *, pdl: bool = False) -> None:
     options: dict[str, Any] = {"SPLITS": SPLITS, "PDL": pdl, "enable_fp_fusion": False}
     options |= {"launch_pdl": True} if pdl else {}
     small: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 4, **options}
-    given = (logits, room.rows, room.integers, room.floats, room.maxima, room.scores, room.tokens)
+    given = (
+        logits, room.rows, room.positions, room.integers, room.floats, room.maxima, room.scores,
+        room.tokens,
+    )  # fmt: skip
     found = (room.totals, room.ranks, room.goals)
     row_maxima[grid](logits, room.rows, room.maxima, vocab, **small)
     for turn in range(2):

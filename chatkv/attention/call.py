@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,23 +56,23 @@ class AttentionCall:
     """The numbers of kv_len. May be left out when kv_len is on the CPU."""
 
     def __post_init__(self) -> None:
+        # Made at every step: what goes wrong is spelled out only when it does.
         for name in ("q_start", "kv_len"):
-            tensor: Tensor = getattr(self, name)
-            _expect(tensor.dim() == 1, f"{name} has {tensor.dim()} dimensions, not 1")
             if not getattr(self, f"{name}_host"):
+                tensor: Tensor = getattr(self, name)
+                _expect(tensor.dim() == 1, f"{name} has {tensor.dim()} dimensions, not 1")
                 _expect(
                     tensor.device.type == "cpu", f"{name}_host is needed: {name} is on a device"
                 )
                 object.__setattr__(self, f"{name}_host", tuple(tensor.tolist()))
         starts, lengths = self.q_start_host, self.kv_len_host
         num_sequences, num_rows = len(lengths), starts[-1] if starts else -1
-        _expect(
-            len(starts) == num_sequences + 1 and starts[0] == 0,
-            f"q_start {starts} does not fit {num_sequences} sequences",
-        )
+        if len(starts) != num_sequences + 1 or starts[0] != 0:
+            _expect(False, f"q_start {starts} does not fit {num_sequences} sequences")
         for (first, stop), length in zip(pairwise(starts), lengths, strict=True):
-            _expect(first <= stop, f"q_start {starts} falls")
-            _expect(length >= stop - first, f"kv_len {length} is below its {stop - first} new rows")
+            if not 0 <= stop - first <= length:
+                _expect(first <= stop, f"q_start {starts} falls")
+                _expect(False, f"kv_len {length} is below its {stop - first} new rows")
         entries = self.page_table.shape[1] if self.page_table.dim() == 2 else -1
         self._expect_shape("page_table", (num_sequences, entries), torch.int32)
         self._expect_shape("q_start", (num_sequences + 1,), torch.int32)
@@ -81,11 +82,12 @@ class AttentionCall:
         if self.ancestors is not None:
             longest = max((b - a for a, b in pairwise(starts)), default=0)
             rows, words = self.ancestors.shape if self.ancestors.dim() == 2 else (-1, -1)
-            _expect(
-                rows >= num_rows and words * 64 >= longest,
-                f"ancestors {tuple(self.ancestors.shape)} does not fit {num_rows} rows, "
-                f"{longest} in one sequence",
-            )
+            if rows < num_rows or words * 64 < longest:
+                shape = tuple(self.ancestors.shape)
+                _expect(
+                    False,
+                    f"ancestors {shape} does not fit {num_rows} rows, {longest} in one sequence",
+                )
             self._expect_shape("ancestors", (rows, words), torch.int64)
         if self.window is not None:
             _expect(self.window >= 1, f"window is {self.window}")
@@ -116,8 +118,8 @@ class AttentionCall:
             starts.append(starts[-1] + count)
         return cls(
             page_table=page_table,
-            q_start=torch.tensor(starts, dtype=torch.int32),
-            kv_len=torch.tensor(list(kv_len), dtype=torch.int32),
+            q_start=torch.from_numpy(np.array(starts, np.int32)),
+            kv_len=torch.from_numpy(np.array(kv_len, np.int32)),
             ancestors=ancestors,
             valid=valid,
             page_pos=page_pos,
@@ -193,11 +195,8 @@ class AttentionCall:
 
     def _expect_shape(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         tensor: Tensor | None = getattr(self, name)
-        if tensor is not None:
-            _expect(
-                tuple(tensor.shape) == shape and tensor.dtype == dtype,
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}",
-            )
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+            _expect(False, f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
 
 
 def _expect(holds: bool, problem: str) -> None:

@@ -298,11 +298,12 @@ class Reservation:
     def __repr__(self) -> str:
         return f"Reservation({len(self.slots)} rows from slot {self.first})"
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[int], *, moved: bool = False) -> None:
         """Move these rows to the slots behind `first`, in order, and count them in. Once only.
 
         Args:
             rows: Rising from 0, the root's row, which is in place already. Below the rows reserved.
+            moved: They are there already: whoever chose them has moved them.
 
         Raises:
             ValueError: `rows` is empty or breaks the order. Nothing is kept.
@@ -314,7 +315,9 @@ class Reservation:
         rising = in_place or all(a < b for a, b in pairwise(rows))
         if len(rows) == 0 or rows[0] != 0 or not rising or rows[-1] >= len(self.slots):
             raise ValueError(f"Cannot keep rows {list(rows)} of {len(self.slots)}.")
-        still = len(rows) if in_place else sum(row == index for index, row in enumerate(rows))
+        still = (
+            len(rows) if in_place or moved else sum(row == index for index, row in enumerate(rows))
+        )
         if still < len(rows):
             src = torch.as_tensor(self.slots[np.array(rows[still:])])
             self._table.pool.compact(src, torch.as_tensor(self.slots[still : len(rows)]))

@@ -15,8 +15,10 @@ from chatkv.kv.pool import PagePool
 from chatkv.kv.table import Holes
 from chatkv.models.chunks import Chunking
 from chatkv.models.cuda_layers import Layers, Room, Rows, most_slots
-from chatkv.models.graphs import ROWS, DeviceRows, captured
+from chatkv.models.device_rows import DeviceRows
+from chatkv.models.graphs import ROWS
 from chatkv.models.staged import Staged
+from chatkv.models.work import captured
 
 
 class CapturedChunk:

@@ -27,7 +27,8 @@ from chatkv.models.cuda_load import (
 )
 from chatkv.models.cuda_logits import DeviceLogits
 from chatkv.models.dense import HEADROOM_BYTES, DenseWeights
-from chatkv.models.graphs import ROWS, DeviceRows, StepGraphs
+from chatkv.models.device_rows import DeviceRows
+from chatkv.models.graphs import ROWS, StepGraphs
 from chatkv.models.model import ForwardBatch
 from chatkv.models.row_check import check_rows, expect_exact_heads
 from chatkv.models.spec import ModelSpec

@@ -7,7 +7,7 @@ of its sequences; no tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from chatkv.models.logits import Features, KeptRow, owners, wanted_rows
 from chatkv.models.model import ForwardBatch
 from chatkv.sampling import Sampler
 from chatkv.sampling_plain import check
-from chatkv.sampling_triton import settings_of
 
 
 class DeviceLogits:
@@ -35,6 +34,7 @@ class DeviceLogits:
         self._owners: list[int] = []
         self._samplers: Sequence[Sampler] = ()
         self._picked: list[int] = []
+        self._walked = False
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -42,23 +42,23 @@ class DeviceLogits:
     def wait(self) -> None:
         self._step.inputs.wait()
 
-    def sample(self, samplers: Sequence[Sampler]) -> None:
+    def sample(self, samplers: Sequence[Sampler], behind: Callable[[], None] | None = None) -> None:
         """Pick for all wanted rows that are not edited; returns when the ids are here."""
         self._check_current()
         self._samplers, self._owners = samplers, owners(self._batch)
         if all(sampler.edits_rows for sampler in samplers):
+            if behind is not None:
+                behind()
             self.wait()
             return
-        step, settings = self._step, self._step.settings.begin()
-        count = 0
-        for row, owner in zip(self._rows, self._owners, strict=True):
-            settings["integers"][row], settings["floats"][row] = settings_of(
-                samplers[owner].params, self._place(row)
-            )
-            count = max(count, row + 1)
-        settings["rows"][0] = count
-        ids = step.pick()
+        params = tuple(None if sampler.edits_rows else sampler.params for sampler in samplers)
+        self._step.set(self._batch.call.q_start_host, params)
+        ids = self._step.pick(behind)
         self._picked = [ids[row] for row in self._rows]
+        self._walked = True
+
+    def has_moved(self, sequence: int) -> bool:
+        return self._walked and not self._samplers[sequence].edits_rows
 
     def pick(self, row: int, history: Sequence[int] = ()) -> int:
         sampler = self._samplers[self._owners[row]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 from weakref import ref
@@ -20,9 +21,14 @@ from torch import Tensor
 from chatkv.attention.call import AttentionCall
 from chatkv.kv.pool import PagePool
 from chatkv.models.cuda_layers import SPARE_POSITIONS, Layers, Rows, most_slots
+from chatkv.models.device_rows import DeviceRow, DeviceRows
 from chatkv.models.model import ForwardBatch
 from chatkv.models.staged import Staged
-from chatkv.sampling_triton import FLOATS, INTEGERS, PickRoom, pick_rows
+from chatkv.models.tree_rows import Carried, row_fields
+from chatkv.models.walk_triton import WalkRoom, move_rows, walk_rows
+from chatkv.models.work import Work
+from chatkv.sampling import SamplingParams
+from chatkv.sampling_triton import FLOATS, INTEGERS, PickRoom, pick_rows, settings_of
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 ROWS = (16, 32, 64, 128, 256, 512)
@@ -50,75 +56,39 @@ class Bucket:
             ValueError: None does.
         """
         starts = batch.call.q_start_host
-        longest = max(b - a for a, b in pairwise(starts))
+        longest = max([b - a for a, b in pairwise(starts)])
         wanted = batch.logit_rows is None or len(batch.logit_rows) > 0 or batch.tapped > 0
-        return cls(
-            _least(SEQUENCES, len(starts) - 1, "sequences"),
-            _least(ROWS, len(batch.tokens), "rows"),
-            _least(LONGEST, longest, "rows of one sequence"),
-            wanted,
-            batch.call.valid is not None,
-        )
-
-
-class DeviceRow:
-    """[V] float32 on the device; comes to the host when numpy asks.
-
-    It is copied only if somebody still holds it when its step runs again.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def leave(self) -> None:
-        """Its place is about to be overwritten."""
-        self.values = self.values.clone()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.values.cpu().numpy().astype(dtype or np.float32, copy=bool(copy))
-
-
-class DeviceRows:
-    """Tapped residuals of some rows, on the device. [rows, taps, H] when numpy asks.
-
-    Args:
-        tapped: [taps, R, H], of which they are a part.
-        rows: Their places.
-    """
-
-    def __init__(self, tapped: Tensor, rows: Sequence[int]) -> None:
-        self.tapped, self.rows = tapped, rows
-
-    def leave(self) -> None:
-        """Their place is about to be overwritten."""
-        self.tapped, self.rows = _picked(self.tapped, self.rows), range(len(self.rows))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int, /) -> DeviceRow:
-        return DeviceRow(self.tapped[:, self.rows[row]])
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        rows = self.tapped[:, list(self.rows)].transpose(0, 1)
-        return rows.cpu().numpy().astype(dtype or np.float32, copy=bool(copy))
+        has_holes = batch.call.valid is not None
+        return _bucket(len(starts) - 1, len(batch.tokens), longest, wanted, has_holes)
 
 
 class CapturedStep:
-    """One bucket: its inputs, its buffers, and its two graphs (the step, and the picking).
+    """One bucket: its inputs, its buffers, and its graphs: the step, the picking, the walk.
 
     Args:
         layers: The model.
         pool: The pages the graph reads and writes.
         bucket: The shape.
         memory: Pool of memory that all graphs share; None does not capture.
+        carried: Where the walk leaves what the next tree grows from.
     """
 
-    def __init__(self, layers: Layers, pool: PagePool, bucket: Bucket, memory: Any | None) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        pool: PagePool,
+        bucket: Bucket,
+        memory: Any | None,
+        carried: Carried | None = None,
+    ) -> None:
         self.layers, self.pool, self.bucket = layers, pool, bucket
+        self._carried = carried if bucket.sequences == 1 else None
+        capture = memory is not None
         self._memory = memory
-        self._step_graph: torch.cuda.CUDAGraph | None = None
-        self._pick_graph: torch.cuda.CUDAGraph | None = None
+        self._grown: dict[int, Work] = {}
+        self.step = Work(self._compute, capture, memory)
+        self.picking = Work(self._choose, capture, memory)
+        self.walking = Work(self._walk, capture, memory)
         self.generation = 0
         """How many steps ran here; what an old step left is gone."""
         self._kept: list[ref[DeviceRow] | ref[DeviceRows]] = []
@@ -128,10 +98,8 @@ class CapturedStep:
         holes = {"valid": (ints, (count, entries, 2))} if bucket.has_holes else {}
         self.inputs = Staged(
             {
-                "tokens": (ints, (bucket.rows,)),
-                "positions": (ints, (bucket.rows,)),
+                **row_fields(bucket.rows),
                 "slots": (longs, (bucket.rows,)),
-                "ancestors": (longs, (bucket.rows, 1)),
                 "q_start": (ints, (count + 1,)),
                 "kv_len": (ints, (count,)),
                 "page_table": (ints, (count, entries)),
@@ -144,14 +112,18 @@ class CapturedStep:
                 "rows": (ints, (1,)),
                 "integers": (longs, (bucket.rows, INTEGERS)),
                 "floats": (torch.float64, (bucket.rows, FLOATS)),
+                "walks": (ints, (count,)),
             },
             device,
         )
+        self._set: tuple[object, ...] | None = None
         codes = pool.scales is not None
         self.room = layers.room(bucket.rows, with_logits=bucket.want_logits, codes=codes)
-        self.picks = PickRoom.of(**self.settings.device)
+        there, sent = self.inputs.device, self.settings.device
+        self.picks = PickRoom.of(sent["rows"], there["positions"], sent["integers"], sent["floats"])
+        self.walks = WalkRoom.of(there, sent["walks"])
         self._picked = torch.zeros(bucket.rows, dtype=ints, pin_memory=device.type == "cuda")
-        there = self.inputs.device
+        self._here = torch.cuda.Event() if device.type == "cuda" else None
         self.rows = Rows(
             tokens=there["tokens"],
             positions=there["positions"],
@@ -175,33 +147,51 @@ class CapturedStep:
                 row.leave()
         self._kept.clear()
         self._fill(batch)
-        self.inputs.send()
         self.generation += 1
-        if self._step_graph is not None:
-            self._step_graph.replay()
-            return
-        self._compute()
-        if self._memory is not None:
-            self._step_graph = captured(self._compute, self._memory)
-
-    def pick(self) -> list[int]:
-        """A token for each row of the bucket; rows without settings staged have any.
-
-        Returns when they are here.
-        """
-        self.settings.send()
-        if self._pick_graph is not None:
-            self._pick_graph.replay()
+        if batch.grown is None:
+            self.step()
         else:
-            self._choose()
-            if self._memory is not None:
-                self._pick_graph = captured(self._choose, self._memory)
-        self.settings.wait()
+            self._grown_step(batch.grown.block)()
+        self.inputs.mark()
+
+    def set(self, starts: tuple[int, ...], params: tuple[SamplingParams | None, ...]) -> None:
+        """How each sequence picks, and where its rows begin; None for one that does not here."""
+        if self._set == (starts, params):
+            return
+        self._set = (starts, params)
+        there = self.settings.begin()
+        count = 0
+        there["walks"][:] = 0
+        for place, ((first, stop), own) in enumerate(zip(pairwise(starts), params, strict=True)):
+            if own is None:
+                continue
+            integers, floats = settings_of(own)
+            there["integers"][first:stop] = integers
+            there["floats"][first:stop] = floats
+            there["walks"][place] = 1
+            count = stop
+        there["rows"][0] = count
+        self.settings.send()
+
+    def pick(self, behind: Callable[[], None] | None = None) -> list[int]:
+        """A token for each row of the bucket, any for rows that do not pick here.
+
+        The walk down the trees follows, and `behind` it what else the device is to do; returns
+        when the tokens are here.
+        """
+        self.picking()
+        if self._here is not None:
+            self._here.record(self.inputs.stream)
+        self.walking()
+        if behind is not None:
+            behind()
+        if self._here is not None:
+            self._here.synchronize()
         return self._picked.tolist()
 
     def keep(self, row: int) -> DeviceRow:
         """A row of logits that outlives the next run."""
-        kept = DeviceRow(self.room.logits[row])
+        kept = DeviceRow(self.room.logits, row)
         self._kept.append(ref(kept))
         return kept
 
@@ -211,7 +201,15 @@ class CapturedStep:
         self._kept.append(ref(kept))
         return kept
 
-    def _compute(self) -> None:
+    def _grown_step(self, rows: Tensor) -> Work:
+        """The step of a tree that lies on the device already. Graphs hold addresses."""
+        if rows.data_ptr() not in self._grown:
+            work = Work(partial(self._compute, rows), self._memory is not None, self._memory)
+            self._grown[rows.data_ptr()] = work
+        return self._grown[rows.data_ptr()]
+
+    def _compute(self, grown: Tensor | None = None) -> None:
+        self.inputs.copy(grown)
         want_logits = self.bucket.want_logits
         self.layers.step(self.rows, self.pool, self.room, want_logits=want_logits)
 
@@ -219,22 +217,30 @@ class CapturedStep:
         pick_rows(self.room.logits, self.picks, pdl=self.layers.pdl)
         self._picked.copy_(self.picks.out, non_blocking=True)
 
+    def _walk(self) -> None:
+        pdl = self.layers.pdl
+        walk_rows(self.picks, self.walks, self.room.tapped, self._carried, pdl=pdl)
+        if self.bucket.longest > 1:
+            move_rows(self.pool.data, self.pool.scales, self.walks, pdl=pdl)
+
     def _fill(self, batch: ForwardBatch) -> None:
         call, count = batch.call, len(batch.tokens)
         sequences = call.num_sequences
         there = self.inputs.begin()
-        there["tokens"][:count] = batch.tokens
-        there["tokens"][count:] = 0
-        there["positions"][:count] = batch.positions
-        there["positions"][count:] = 0
+        if batch.grown is None:
+            # Rows that are padding hold what others left there: any token, any position.
+            there["tokens"][:count] = batch.tokens
+            there["positions"][:count] = batch.positions
+            words = _chains(call.q_start_host) if call.ancestors is None else call.ancestors.numpy()
+            there["ancestors"][:count] = words[:count]
+        else:
+            assert count == self.bucket.rows, f"a tree of {count} rows for {self.bucket}"
         there["slots"][:count] = batch.slots
         there["slots"][count:] = -1
         there["q_start"][: sequences + 1] = call.q_start_host
         there["q_start"][sequences + 1 :] = count
         there["kv_len"][:sequences] = call.kv_len_host
         there["kv_len"][sequences:] = 0
-        words = _chains(call.q_start_host) if call.ancestors is None else call.ancestors.numpy()
-        there["ancestors"][:count] = words[:count]
         table = call.page_table.numpy()
         there["page_table"][:sequences, : table.shape[1]] = table
         if call.valid is not None:
@@ -252,13 +258,19 @@ class StepGraphs:
     def __init__(self, layers: Layers, *, capture: bool = True) -> None:
         self.layers = layers
         self.capture = capture and layers.device.type == "cuda"
+        self.carried: Carried | None = None
+        """What the walk of a single sequence leaves for whoever grows its next tree."""
         self._steps: dict[Bucket, CapturedStep] = {}
         self._pages: Tensor | None = None
         self._memory: Any | None = None
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """Leave the residual behind these layers in the room of each step."""
+        """Leave the residual behind these layers in the room of each step, and what is carried."""
+        if layers == self.layers.taps:
+            return
         self.layers.taps = layers
+        hidden = self.layers.spec.hidden_size
+        self.carried = Carried(len(layers), hidden, self.layers.device) if layers else None
         self._steps.clear()
 
     def run(self, batch: ForwardBatch, pool: PagePool) -> CapturedStep:
@@ -275,25 +287,22 @@ class StepGraphs:
         bucket = Bucket.of(batch)
         step = self._steps.get(bucket)
         if step is None:
-            step = self._steps[bucket] = CapturedStep(self.layers, pool, bucket, self._memory)
+            step = self._steps[bucket] = CapturedStep(
+                self.layers, pool, bucket, self._memory, self.carried
+            )
         step.run(batch)
         return step
 
 
-def captured(work: Callable[[], None], memory: Any) -> torch.cuda.CUDAGraph:
-    """A graph of work that has run once: everything is compiled, and its results stand."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-        work()
-    return graph
-
-
-def _picked(tapped: Tensor, rows: Sequence[int]) -> Tensor:
-    """[taps, rows, H], a copy."""
-    first = rows[0]
-    if list(rows) == list(range(first, first + len(rows))):
-        return tapped[:, first : first + len(rows)].clone()  # no index has to go to the device
-    return tapped[:, list(rows)]
+@lru_cache(maxsize=1024)
+def _bucket(sequences: int, rows: int, longest: int, want_logits: bool, has_holes: bool) -> Bucket:
+    return Bucket(
+        _least(SEQUENCES, sequences, "sequences"),
+        _least(ROWS, rows, "rows"),
+        _least(LONGEST, longest, "rows of one sequence"),
+        want_logits,
+        has_holes,
+    )
 
 
 def _least(sizes: tuple[int, ...], needed: int, what: str) -> int:
@@ -303,6 +312,7 @@ def _least(sizes: tuple[int, ...], needed: int, what: str) -> int:
     raise ValueError(f"A step of {needed} {what}; {sizes[-1]} can be run.")
 
 
+@lru_cache(maxsize=64)
 def _chains(starts: tuple[int, ...]) -> np.ndarray:
     """[T, 1] ancestor words of rows that each see all before them."""
     words = [np.left_shift(np.int64(2), np.arange(b - a)) - 1 for a, b in pairwise(starts)]

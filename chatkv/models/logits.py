@@ -7,7 +7,7 @@ back (`cuda_logits.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -47,8 +47,18 @@ class StepLogits(Protocol):
         """Return when the step is done; for whoever measures it."""
         ...
 
-    def sample(self, samplers: Sequence[Sampler]) -> None:
-        """Say who picks, one sampler a sequence of the batch. Once, before the first `pick`."""
+    def sample(self, samplers: Sequence[Sampler], behind: Callable[[], None] | None = None) -> None:
+        """Say who picks, one sampler a sequence of the batch. Once, before the first `pick`.
+
+        Args:
+            behind: Called when the device has been given all that picking needs, before anyone
+                waits: what it is to do next.
+        """
+        ...
+
+    def has_moved(self, sequence: int) -> bool:
+        """Whether the K/V rows that a walk down the sequence's tree keeps have been moved to its
+        first slots already."""
         ...
 
     def pick(self, row: int, history: Sequence[int] = ()) -> int:
@@ -122,11 +132,17 @@ class HostLogits:
     def wait(self) -> None:
         """A CPU step is done when it returns."""
 
-    def sample(self, samplers: Sequence[Sampler]) -> None:
+    def sample(self, samplers: Sequence[Sampler], behind: Callable[[], None] | None = None) -> None:
         """Nothing is computed before it is asked for: a walk visits few rows."""
         self._samplers = samplers
         self._owners = owners(self._batch)
         self._places = [int(self._batch.positions[row]) + 1 for row in wanted_rows(self._batch)]
+        if behind is not None:
+            behind()
+
+    def has_moved(self, sequence: int) -> bool:
+        """Never: rows are moved once it is known which."""
+        return False
 
     def pick(self, row: int, history: Sequence[int] = ()) -> int:
         sampler = self._samplers[self._owners[row]]

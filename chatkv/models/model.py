@@ -18,6 +18,7 @@ from chatkv.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from chatkv.models.logits import Features, StepLogits
+    from chatkv.models.tree_rows import TreeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class ForwardBatch:
     """Rows whose logits are wanted, or None for all."""
     tapped: int = 0
     """Last rows whose tapped residuals are wanted where not all logits are."""
+    grown: TreeRows | None = None
+    """Tokens, positions and ancestors as the device has made them; those above are not read."""
 
 
 class BackendFacts(Protocol):

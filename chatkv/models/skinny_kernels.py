@@ -22,7 +22,7 @@ LINE = tl.constexpr(LINE_WEIGHTS)
 
 
 @triton.jit
-def _ask(weight, row, inputs, start, AHEAD: tl.constexpr):
+def ask(weight, row, inputs, start, AHEAD: tl.constexpr):
     """Have the first weights of these rows brought to the cache."""
     if AHEAD:
         line = tl.minimum(start + tl.arange(0, AHEAD // LINE) * LINE, inputs - 1)
@@ -97,7 +97,7 @@ def project(
     start = part * part_inputs
     if PDL:
         gdc_launch_dependents()
-        _ask(weight, row, inputs, start, AHEAD)
+        ask(weight, row, inputs, start, AHEAD)
         gdc_wait()
     acc = _times(x, weight, row, inputs, start, start + part_inputs, BLOCK_M, BLOCK_K)
     if BLOCKS:
@@ -121,7 +121,7 @@ def add_project(
     w = tl.load(norm + n, mask=inside, other=0.0)
     if PDL:
         gdc_launch_dependents()
-        _ask(weight, row, inputs, 0, AHEAD)
+        ask(weight, row, inputs, 0, AHEAD)
         gdc_wait()
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     at = m[:, None] * outputs + n[None, :]
@@ -144,8 +144,8 @@ def gate_project(
     row = tl.minimum(n, outputs - 1).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
-        _ask(weight, row, inputs, 0, AHEAD)
-        _ask(weight, row + outputs, inputs, 0, AHEAD)
+        ask(weight, row, inputs, 0, AHEAD)
+        ask(weight, row + outputs, inputs, 0, AHEAD)
         gdc_wait()
     gate, up = _times_two(x, weight, row, outputs, inputs, BLOCK_M, BLOCK_K)
     if BLOCKS:
@@ -172,8 +172,8 @@ def rotate_project(
     row = (head * (2 * HALF) + at).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
-        _ask(weight, row, inputs, 0, AHEAD)
-        _ask(weight, row + HALF, inputs, 0, AHEAD)
+        ask(weight, row, inputs, 0, AHEAD)
+        ask(weight, row + HALF, inputs, 0, AHEAD)
         gdc_wait()
     low, high = _times_two(x, weight, row, HALF, inputs, BLOCK_M, BLOCK_K)
     if BLOCKS:

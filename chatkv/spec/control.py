@@ -16,6 +16,7 @@ from chatkv.spec.calibration import Calibration
 from chatkv.spec.costs import CostTable
 from chatkv.spec.guard import WallClockGuard
 from chatkv.spec.plan import Kind, Plan, Shape
+from chatkv.spec.proposal import GrownTree, Proposal, settled
 from chatkv.spec.stats import DraftStats, StepRecord, follow
 from chatkv.spec.tree import MAX_ROWS, DraftTree
 from chatkv.spec.verify import Accepted
@@ -30,6 +31,11 @@ PROBE_SHARE = 0.005
 """Share of all time that probes may lose."""
 CHEAP_SHARE = 0.01
 """A draft below this share of a plain step is looked at in the plain state too."""
+WHOLE, WHOLE_TRIES = 64, 8
+"""Trees that were run unseen and are remembered, and how many of them give an expectation."""
+WHOLE_TOKENS, JOINED_SHARE = 2.0, 0.25
+"""Before anything is known: tokens that such a tree gains, and the share of a step that joining
+takes."""
 WINDOW = 256
 """Steps that `explain` speaks about."""
 
@@ -53,12 +59,12 @@ class Controller:
         self.mode = mode
         self.shape = Shape.parse(mode)
         self._plan: Plan | None = None
-        self._proposed: list[DraftTree] = []
+        self._whole: deque[int] = deque(maxlen=WHOLE)
         self._followed: dict[int, tuple[DraftTree, int]] = {}
         self._guessed_steps = 0
         self._draft_ms: deque[float] = deque(maxlen=9)
+        self._ahead_ms: deque[float] = deque(maxlen=9)
         self._streak, self._interval, self._waited = 0, FIRST_PROBE, 0
-        self._probing = False
         self._probes_ms, self._all_ms = 0.0, 0.0
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
 
@@ -83,12 +89,36 @@ class Controller:
         self.guard.expect(len(seq_ids))
         kind, rows, reason = self._decide(len(seq_ids))
         self._plan = Plan(dict.fromkeys(seq_ids, rows), kind, cool, reason)
-        self._proposed, self._probing = [], False
         return self._plan
 
-    def prune(self, trees: Sequence[DraftTree], plan: Plan) -> list[DraftTree]:
-        """The part of the proposed trees that is worth running: the root alone is plain."""
-        self._proposed = list(trees)
+    def prune(self, trees: Sequence[Proposal], plan: Plan) -> list[Proposal]:
+        """The part of the proposed trees that is worth running: the root alone is plain.
+
+        A tree that nobody has seen yet is run whole, or not at all.
+        """
+        plan.proposed = trees
+        if len(trees) == 1 and isinstance(trees[0], GrownTree) and self._takes_whole(trees[0]):
+            pays = self.shape.kind != "auto" or self._pays_whole(trees[0], plan)
+            plan.kept = [trees[0] if pays else DraftTree.root(trees[0].root)]
+        else:
+            plan.kept = self._pruned([settled(tree) for tree in trees], plan)
+        return list(plan.kept)
+
+    def keeps_whole(self, others: DraftTree) -> bool:
+        """Whether a tree that nobody has seen is better run as it is than joined with others.
+
+        To join them the host must have it first, and the device waits for the rows that are made
+        then. That is worth it where the others are that much surer.
+        """
+        plan, ms = self._plan, self.costs.ms(1)
+        if plan is None or ms is None or self.shape.kind != "auto":
+            return False
+        own = sum(self._whole) / len(self._whole) if self._whole else WHOLE_TOKENS
+        joined_ms = _median(self._draft_ms) if self._draft_ms else JOINED_SHARE * ms
+        slower = (ms + joined_ms) / (ms + _median(self._ahead_ms))
+        return sum(self.calibration.chances(others, plan.greedy[0])) <= own * slower
+
+    def _pruned(self, trees: Sequence[DraftTree], plan: Plan) -> list[DraftTree]:
         if plan.kind in ("plain", "control"):
             return [tree.best(1) for tree in trees]
         chances = [
@@ -96,7 +126,7 @@ class Controller:
             for tree, greedy in zip(trees, plan.greedy, strict=True)
         ]
         if self.shape.kind == "auto":
-            rows = self._fastest(chances, probe=plan.kind == "probe")
+            rows = self._fastest(chances, plan)
             return [tree.subset(kept) for tree, kept in zip(trees, rows, strict=True)]
         size = self.shape.guesses + 1
         return [
@@ -106,18 +136,25 @@ class Controller:
             for tree, chance in zip(trees, chances, strict=True)
         ]
 
-    def observe(self, step: StepRecord, accepted: Sequence[Accepted]) -> None:
-        """Learn from a step. `accepted` is in the order of the plan, after `until`."""
-        plan = self._plan
+    def observe(
+        self, step: StepRecord, accepted: Sequence[Accepted], plan: Plan | None = None
+    ) -> None:
+        """Learn from a step, the last one unless its plan is named.
+
+        `accepted` is in the order of the plan, after `until`.
+        """
+        plan = plan or self._plan
         if plan is None:
             return
         self._learn(plan, accepted)
+        if step.drafted and _is_whole(plan):
+            self._whole.append(step.tokens)
         self.stats.add(step)
         self._recent.append(step)
         self._all_ms += step.wall_ms
         self.costs.observe(step.rows, step.verify_ms, plain=not step.drafted)
         if plan.asks:
-            self._draft_ms.append(step.draft_ms)
+            (self._ahead_ms if _is_whole(plan) else self._draft_ms).append(step.draft_ms)
         self.guard.observe(step)
         self._update_plain_state(step, plan)
 
@@ -199,9 +236,30 @@ class Controller:
         return plain is not None and self._draft_cost() <= CHEAP_SHARE * plain
 
     def _draft_cost(self) -> float:
-        return median(self._draft_ms) if self._draft_ms else 0.0
+        return _median(self._draft_ms or self._ahead_ms)
 
-    def _fastest(self, trees: list[list[float]], *, probe: bool) -> list[list[int]]:
+    def _takes_whole(self, tree: GrownTree) -> bool:
+        """Whether the mode leaves a tree of that size as it is."""
+        kind = self.shape.kind
+        return kind == "auto" or (kind == "tree" and len(tree) <= self.shape.guesses + 1)
+
+    def _pays_whole(self, tree: GrownTree, plan: Plan) -> bool:
+        """Whether a tree that nobody has seen is worth its time, going by those before it."""
+        ms, plain_ms = self.costs.ms(len(tree)), self.costs.ms(1)
+        if ms is None or plain_ms is None:
+            return False
+        if len(self._whole) >= WHOLE_TRIES:
+            rate = sum(self._whole) / len(self._whole) / (ms + _median(self._ahead_ms))
+            if rate > BAR / plain_ms:
+                return True
+            if plan.kind != "probe":
+                return False
+        elif plan.kind != "probe":
+            return True
+        plan.is_probe = ms <= plain_ms + PROBE_SHARE * self._all_ms - self._probes_ms
+        return plan.is_probe
+
+    def _fastest(self, trees: list[list[float]], plan: Plan) -> list[list[int]]:
         """Rows of each tree that give the best expected rate, if it beats plain; else a probe.
 
         Args:
@@ -220,10 +278,10 @@ class Controller:
             return kept
         chances = [-chance for chance, _, _ in guesses]
         count = self._best_count(chances, sequences, BAR * sequences / plain_ms, float("inf"))
-        if not count and probe:
+        if not count and plan.kind == "probe":
             affordable = plain_ms + PROBE_SHARE * self._all_ms - self._probes_ms
             count = self._best_count(chances, sequences, 0.0, affordable)
-            self._probing = count > 0
+            plan.is_probe = count > 0
         for _, place, row in guesses[:count]:
             kept[place].append(row)
         return [sorted(rows) for rows in kept]
@@ -256,7 +314,7 @@ class Controller:
             if plan.kind == "probe" and not self._is_cheap(step.sequences):
                 self._next_probe(step.draft_ms)
             return
-        if not self._probing:
+        if not plan.is_probe:
             self._streak = self._waited = 0
             return
         plain_ms = self.guard.plain_ms(self.costs.ms(step.sequences) or float("inf"))
@@ -273,7 +331,11 @@ class Controller:
         worth a row become known too.
         """
         going: dict[int, tuple[DraftTree, int]] = {}
-        proposed = self._proposed or [None] * len(accepted)
+        proposed = [settled(tree) for tree in plan.proposed] or [None] * len(accepted)
+        for proposal in plan.proposed:
+            if isinstance(proposal, GrownTree) and proposal.beside is not None:
+                outcomes, _ = follow(proposal.beside, 0, accepted[0].tokens)
+                self.calibration.learn(outcomes, plan.greedy[0])
         for seq_id, tree, gained, greedy in zip(
             plan.rows, proposed, accepted, plan.greedy, strict=True
         ):
@@ -296,3 +358,12 @@ class Controller:
         self._probes_ms += lost_ms
         self._interval = min(2 * self._interval, LAST_PROBE)
         self._waited = 0
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Whether a tree that nobody had seen was proposed."""
+    return len(plan.proposed) == 1 and isinstance(plan.proposed[0], GrownTree)
+
+
+def _median(values: deque[float]) -> float:
+    return median(values) if values else 0.0

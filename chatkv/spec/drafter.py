@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from chatkv.models.logits import Features
 from chatkv.sampling import Sampler
+from chatkv.spec.proposal import GrownTree, Proposal
 from chatkv.spec.tree import DraftTree, sanitize
 from chatkv.spec.verify import Accepted
 
@@ -78,6 +79,24 @@ class Reader(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class AheadReader(Reader, Protocol):
+    """A reader that may begin the next tree of a single sequence before the host knows what the
+    step that runs has given. Such a tree is safe to run as it is."""
+
+    def ahead(self, seq_id: int) -> Callable[[], None] | None:
+        """What begins it, when all launches of the step are made; None if it cannot be."""
+        ...
+
+    def grown(self, context: DraftContext, max_rows: int) -> GrownTree | None:
+        """That tree, if it was begun and fits the sequence now. Once."""
+        ...
+
+    def void(self, seq_id: int) -> None:
+        """What was begun does not fit the sequence any more."""
+        ...
+
+
 class GuardedDrafters:
     """Several drafters as one that never raises and returns only trees that are safe to run.
 
@@ -96,6 +115,7 @@ class GuardedDrafters:
             (cast(Reader, drafter) for drafter in drafters if getattr(drafter, "taps", ())), None
         )
         """The drafter that reads layers, if there is one."""
+        self._ahead = self.reader if isinstance(self.reader, AheadReader) else None
         self.wants_picks = any(getattr(drafter, "wants_picks", False) for drafter in drafters)
         """Whether some drafter learns from what the model picks behind wrong guesses too."""
         self.failures: list[str] = []
@@ -131,10 +151,38 @@ class GuardedDrafters:
         if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
             self._try(reader, [seq_id], lambda: reader.catch_up(seq_id, tokens))
 
-    def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
-        """One tree for each context: the root alone where nobody has a guess."""
+    def void(self, seq_id: int) -> None:
+        """What was begun ahead for a sequence is not to be run."""
+        if (reader := self._ahead) is not None:
+            self._try(reader, [seq_id], lambda: reader.void(seq_id))
+
+    def ahead(self, seq_id: int) -> Callable[[], None] | None:
+        """Begins the next tree of a sequence where the model runs, behind the step that is there;
+        None if no drafter can."""
+        reader = self._ahead
+        if reader is None or self.is_off(reader.name, seq_id):
+            return None
+        begin = self._try(reader, [seq_id], lambda: reader.ahead(seq_id))
+        return None if begin is None else lambda: self._try(reader, [seq_id], begin)
+
+    def propose(
+        self,
+        contexts: Sequence[DraftContext],
+        max_rows: Sequence[int],
+        keeps_whole: Callable[[DraftTree], bool] | None = None,
+    ) -> Sequence[Proposal]:
+        """One tree for each context: the root alone where nobody has a guess.
+
+        A tree that was begun ahead comes as it is, unless others have guesses to add.
+
+        Args:
+            keeps_whole: Whether it comes as it is although others have these.
+        """
         found: list[list[DraftTree]] = [[] for _ in contexts]
+        grown = self._grown(contexts, max_rows)
         for drafter in self.drafters:
+            if grown is not None and drafter is self.reader:
+                continue
             asked = [
                 place
                 for place, context in enumerate(contexts)
@@ -162,6 +210,14 @@ class GuardedDrafters:
                 tree = _fitting(tree, contexts[place])
                 if len(tree) > 1:
                     found[place].append(tree)
+        if grown is not None:
+            beside = self._merged(found[0], grown.root, max_rows[0])
+            if len(beside) == 1 or (keeps_whole is not None and keeps_whole(beside)):
+                grown.beside = beside
+                return [grown]
+            assert self.reader is not None
+            tree = self._try(self.reader, [contexts[0].seq_id], grown.settle)
+            found[0] += [tree] if tree is not None else []
         return [
             self._merged(trees, int(context.tokens[-1]), limit)
             for trees, context, limit in zip(found, contexts, max_rows, strict=True)
@@ -177,6 +233,15 @@ class GuardedDrafters:
         for drafter in self.drafters:
             self._try(drafter, [seq_id], lambda d=drafter: d.drop(seq_id))
         self._off = {(name, other) for name, other in self._off if other != seq_id}
+
+    def _grown(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> GrownTree | None:
+        """What was begun ahead for the only sequence."""
+        reader = self._ahead
+        if len(contexts) > 1 or reader is None or self.is_off(reader.name, contexts[0].seq_id):
+            return None
+        return self._try(
+            reader, [contexts[0].seq_id], lambda: reader.grown(contexts[0], max_rows[0])
+        )
 
     def _running(self, seq_ids: Sequence[int]) -> list[Drafter]:
         return [

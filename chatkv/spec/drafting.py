@@ -12,6 +12,7 @@ from chatkv.models.logits import Features
 from chatkv.sequence import Sequence
 from chatkv.spec.control import Controller, Plan
 from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.proposal import GrownTree, Proposal, settled
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
@@ -45,16 +46,22 @@ class Drafting:
         self.controller = Controller(costs, mode, guard=guard)
         self._stats: dict[int, DraftStats] = {}
         self._plan: Plan | None = None
+        self._late: Callable[[], None] | None = None
 
     def set_mode(self, mode: str) -> None:
         """Change the mode, if it is another. Raises ConfigError."""
         if mode != self.controller.mode:
+            self.learn()
             self.controller.set_mode(mode)
 
     def follow(self, seq: Sequence) -> None:
         """A sequence has its prompt in place and its first token chosen."""
         self._stats[seq.id] = DraftStats()
         self.drafters.follow(seq.id, seq.tokens)
+
+    def void(self, seq: Sequence) -> None:
+        """The sequence's next rows stand elsewhere: what was begun ahead is not for them."""
+        self.drafters.void(seq.id)
 
     def read(self, seq_id: int, start: int, features: Features) -> None:
         """Tapped residuals of rows that were computed, from place `start` on."""
@@ -70,7 +77,7 @@ class Drafting:
                 self._look_again(seq, *span)
             self.drafters.catch_up(seq.id, seq.tokens)
 
-    def propose(self, seqs: Seq[Sequence]) -> list[DraftTree]:
+    def propose(self, seqs: Seq[Sequence]) -> list[Proposal]:
         """The trees to run, one a sequence; the root alone is a plain step."""
         plan = self._plan = self.controller.plan(
             [seq.id for seq in seqs], [seq.sampler.params.temperature == 0 for seq in seqs]
@@ -78,33 +85,75 @@ class Drafting:
         if not plan.asks:
             return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
         contexts = [DraftContext(seq.id, seq.tokens, seq.sampler) for seq in seqs]
-        trees = self.drafters.propose(contexts, [plan.rows[seq.id] for seq in seqs])
+        rows = [plan.rows[seq.id] for seq in seqs]
+        trees = self.drafters.propose(contexts, rows, self.controller.keeps_whole)
         return [
             _cut(tree, seq)
             for tree, seq in zip(self.controller.prune(trees, plan), seqs, strict=True)
         ]
 
-    def observe(self, seqs: Seq[Sequence], step: StepRecord, accepted: Seq[Accepted]) -> None:
-        """Learn from a step that ran the trees proposed last."""
+    def behind(self, seqs: Seq[Sequence]) -> Callable[[], None]:
+        """What there is to do while the model runs a step, all its launches made: begin the next
+        tree behind it, and learn from the step before."""
+        begin, plan = None, self._plan
+        if len(seqs) == 1 and plan is not None and plan.kind != "plain":
+            begin = None if seqs[0].sampler.edits_rows else self.drafters.ahead(seqs[0].id)
+
+        def work() -> None:
+            for tree in plan.proposed if plan is not None else ():
+                settled(tree)  # its place is needed for the next one
+            if begin is not None:
+                begin()
+            self.learn()
+
+        return work
+
+    def observe(
+        self, seqs: Seq[Sequence], accepted: Seq[Accepted], record: Callable[[], StepRecord]
+    ) -> None:
+        """A step ran the trees proposed last. Drafters hear of it now, the rest learns later.
+
+        Args:
+            record: Its times and counts, when there is time to count.
+        """
         for seq, gained in zip(seqs, accepted, strict=True):
             self.drafters.observe(seq.id, gained)
-        if len(seqs) == 1:
-            self._stats[seqs[0].id].add(step)
-        self.controller.observe(step, accepted)
+        seq_id, plan = seqs[0].id if len(seqs) == 1 else None, self._plan
+
+        def late() -> None:
+            step = record()
+            if seq_id is not None:
+                self._stats[seq_id].add(step)
+            self.controller.observe(step, accepted, plan)
+
+        self.learn()
+        self._late = late
+
+    def learn(self) -> None:
+        """Learn from the last step, if that has not happened."""
+        late, self._late = self._late, None
+        if late is not None:
+            late()
 
     def drop(self, seq: Sequence) -> DraftStats:
         """Forget a sequence; what drafting did for it comes back."""
+        self.learn()
         self.drafters.drop(seq.id)
         return self._stats.pop(seq.id, DraftStats())
 
     def explain(self) -> str:
         """One sentence: what drafting does now, and why."""
+        self.learn()
         return self.controller.explain()
 
 
-def _cut(tree: DraftTree, seq: Sequence) -> DraftTree:
+def _cut(tree: Proposal, seq: Sequence) -> Proposal:
     """Without rows that the end of the reply or of the context makes useless."""
     left = seq.max_depth
+    if isinstance(tree, GrownTree):
+        if tree.depth <= left:
+            return tree
+        tree = tree.settle()
     if max(tree.depths) <= left:
         return tree
     return tree.subset([row for row, depth in enumerate(tree.depths) if depth <= left])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from chatkv.errors import ConfigError
+from chatkv.spec.proposal import Proposal
 from chatkv.spec.tree import MAX_ROWS
 
 Kind: TypeAlias = Literal["draft", "probe", "control", "plain"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """What the next step should do."""
 
@@ -24,6 +26,12 @@ class Plan:
     """Temperature 0 or not, in the order of `rows`."""
     reason: str
     """One sentence a user can read."""
+    proposed: Seq[Proposal] = ()
+    """What the drafters gave, run or not."""
+    kept: Seq[Proposal] = ()
+    """What is run of it."""
+    is_probe: bool = False
+    """Whether guesses are run that are not expected to be worth it."""
 
     @property
     def asks(self) -> bool:

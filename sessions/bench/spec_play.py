@@ -16,10 +16,10 @@ from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
 from chatkv.spec.control import Controller
 from chatkv.spec.plan import Plan
+from chatkv.spec.proposal import settled
 from chatkv.spec.repeats import has_repeats
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.token_log import TokenIndex
-from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
 from sessions.verify import Prompt
 
@@ -79,8 +79,7 @@ class WatchedController(Controller):
 
     def __init__(self, costs: Mapping[int, float], mode: str) -> None:
         super().__init__(costs, mode)
-        self._kept = DraftTree.root(0)
-        self._ran: list[tuple[DraftTree, Plan, int]] = []
+        self._ran: list[tuple[Plan, int]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -91,19 +90,15 @@ class WatchedController(Controller):
         """Why steps were plain, and how many were for it."""
         self._tokens = self._ms = 0.0
 
-    def prune(self, trees: Seq[DraftTree], plan: Plan) -> list[DraftTree]:
-        kept = super().prune(trees, plan)
-        self._kept = kept[0]
-        return kept
-
-    def observe(self, step: StepRecord, accepted: Seq[Accepted]) -> None:
-        if self._plan is not None:
-            self._ran.append((self._kept, self._plan, step.rows))  # read when no clock runs
-        super().observe(step, accepted)
+    def observe(self, step: StepRecord, accepted: Seq[Accepted], plan: Plan | None = None) -> None:
+        super().observe(step, accepted, plan)
+        if plan is not None:
+            self._ran.append((plan, step.rows))  # read when no clock runs
 
     def settle(self) -> None:
         """Add what was expected of the steps since the last call, as known by now."""
-        for tree, plan, rows in self._ran:
+        for plan, rows in self._ran:
+            tree = settled(plan.kept[0])
             if rows == 1:
                 reason = "the reply has no room for a guess" if len(tree) > 1 else plan.reason
                 self.reasons[reason] = self.reasons.get(reason, 0) + 1

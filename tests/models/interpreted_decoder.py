@@ -4,7 +4,7 @@ The interpreter multiplies through the host's BLAS, whose bits depend on shapes:
 """
 
 # Loops here always run.
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from chatkv.kv.table import PageTable
 from chatkv.models import cuda_layers, random_model
 from chatkv.models.chunks import Chunking
 from chatkv.models.cuda_decoder import CudaDecoder
-from chatkv.models.graphs import DeviceRow
+from chatkv.models.device_rows import DeviceRow
 from chatkv.sampling import Sampler, SamplingParams
-from chatkv.spec.heads.device import GROWTH, DeviceGrower
+from chatkv.spec.heads.device import GROWTH, grower_of
 from chatkv.spec.heads.file import HeadFile
 from chatkv.spec.heads.grow import RecurrentCell, Vocabulary, grow
 from chatkv.spec.heads.modules import new_head
@@ -198,10 +198,10 @@ def test_a_head_grows_the_tree_of_its_modules(make: Make, temperature: float) ->
     head = new_head(shape_for("recurrent", spec, draft_ids=64)).requires_grad_(False)
     file = HeadFile(head, torch.arange(64) * 3, {})
     taps = torch.randn(2, spec.hidden_size)[[0, 1, 1]]
-    grower = DeviceGrower(file, decoder)
+    grower = grower_of(file, decoder)
     for _ in range(2):
         tokens, parents, chance = grower.grow(
-            DeviceRow(taps), 7, 30, temperature=temperature, seed=9, max_rows=16
+            DeviceRow(taps[None], 0), 7, 30, temperature=temperature, seed=9, max_rows=16
         )
     sampler = Sampler(SamplingParams(temperature=temperature, seed=9))
     ids = file.draft_ids.numpy()

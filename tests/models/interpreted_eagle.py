@@ -10,7 +10,7 @@ import torch
 
 from chatkv.models import random_model
 from chatkv.models.cuda_decoder import CudaDecoder
-from chatkv.models.graphs import DeviceRows
+from chatkv.models.device_rows import DeviceRows
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.heads import device_eagle
 from chatkv.spec.heads.device_eagle import GROWTH, DeviceEagle, DeviceMemory

@@ -1,5 +1,9 @@
 """Picking on a device against its definition. Run by test_interpreted.py."""
 
+# Settings come as mappings, and loops run at least once.
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
+# pyright: reportOptionalOperand=false
+
 from __future__ import annotations
 
 import numpy as np
@@ -53,9 +57,10 @@ def test_the_same_token_as_the_definition(monkeypatch: pytest.MonkeyPatch):
         logits.append(lines("spread", draw))
         logits[-1][300] = spoilt
     found = torch.from_numpy(np.stack(logits).astype(np.float32))
-    integers, floats = zip(*(sampling_triton.settings_of(*row) for row in rows), strict=True)
+    integers, floats = zip(*(sampling_triton.settings_of(one) for one, _ in rows), strict=True)
     room = sampling_triton.PickRoom.of(
         torch.tensor([len(rows)], dtype=torch.int32),
+        torch.tensor([position - 1 for _, position in rows], dtype=torch.int32),
         torch.tensor(integers, dtype=torch.int64),
         torch.tensor(floats, dtype=torch.float64),
     )

@@ -7,6 +7,10 @@ file is here.
 # What needs triton is imported once it is known to be here.
 # ruff: noqa: E402
 
+# Settings come as mappings, and loops run at least once.
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
+# pyright: reportOptionalOperand=false
+
 from __future__ import annotations
 
 import os
@@ -186,7 +190,7 @@ def test_a_captured_step_has_the_bits_of_one_that_is_not(name: str):
         for logits, kv in results[1:]:
             assert same(logits, results[0][0])
             assert same(kv, results[0][1])
-    assert any(step._step_graph is not None for step in captured.graphs._steps.values())
+    assert any(step.step.graph is not None for step in captured.graphs._steps.values())
     table.release()
 
 
@@ -363,9 +367,10 @@ def test_the_device_picks_what_the_definition_picks(vocab: int, kind: str):
     lines += list(bad)
     rows += [(SamplingParams(temperature=0.01, seed=1), 5)] * 3
     logits = torch.from_numpy(np.stack(lines))
-    integers, floats = zip(*(sampling_triton.settings_of(*row) for row in rows), strict=True)
+    integers, floats = zip(*(sampling_triton.settings_of(one) for one, _ in rows), strict=True)
     room = sampling_triton.PickRoom.of(
         torch.tensor([len(rows)], dtype=torch.int32, device="cuda"),
+        torch.tensor([place - 1 for _, place in rows], dtype=torch.int32, device="cuda"),
         torch.tensor(integers, dtype=torch.int64, device="cuda"),
         torch.tensor(floats, dtype=torch.float64, device="cuda"),
     )

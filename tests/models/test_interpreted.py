@@ -29,7 +29,12 @@ def run(*files: str) -> None:
 
 
 def test_kernels_in_the_interpreter():
-    run("interpreted_fused.py", "interpreted_pick.py")
+    run(
+        "interpreted_fused.py",
+        "interpreted_pick.py",
+        "interpreted_walk.py",
+        "interpreted_growth.py",
+    )
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,17 +77,16 @@ class FakeStep:
     def __init__(self, logits: np.ndarray) -> None:
         self.generation = 1
         self.room = SimpleNamespace(logits=torch.from_numpy(logits))
-        self.staged = {
-            "rows": np.zeros(1, np.int32),
-            "integers": np.full((5, 4), -1, np.int64),
-            "floats": np.zeros((5, 3)),
-        }
-        self.settings = SimpleNamespace(begin=lambda: self.staged)
         self.inputs = SimpleNamespace(wait=lambda: self.done.append("wait"))
         self.done: list[str] = []
 
-    def pick(self) -> list[int]:
+    def set(self, starts: tuple[int, ...], params: tuple[SamplingParams | None, ...]) -> None:
+        self.settings = starts, params
+
+    def pick(self, behind: Callable[[], None] | None) -> list[int]:
         self.done.append("pick")
+        if behind is not None:
+            behind()
         return [100, 101, 102, 103, 104]
 
 
@@ -99,15 +99,17 @@ def test_on_a_device_only_edited_rows_come_to_the_host():
     plain = Sampler(SamplingParams(seed=9))
     step = FakeStep(logits)
     result = DeviceLogits(step, batch(None))  # type: ignore[arg-type]
-    result.sample([plain, edited])
-    assert step.done == ["pick"]
+    result.sample([plain, edited], lambda: step.done.append("behind"))
+    assert step.done == ["pick", "behind"]
+    assert step.settings == ((0, 3, 5), (plain.params, None))
+    assert [result.has_moved(sequence) for sequence in (0, 1)] == [True, False]
     assert [result.pick(row) for row in range(3)] == [100, 101, 102]
     history = [1, 2, 3, 4, 5]
     assert result.pick(3, history) == edited.pick(logits[3], history, 5).token
     assert result.pick(4, [*history, 8]) == edited.pick(logits[4], [*history, 8], 6).token
-    assert step.staged["integers"][:, 0].tolist() == [9, 9, 9, 4, 4]
     alone = FakeStep(logits)
     result = DeviceLogits(alone, batch(None))  # type: ignore[arg-type]
-    result.sample([edited, edited])
-    assert alone.done == ["wait"]
+    result.sample([edited, edited], lambda: alone.done.append("behind"))
+    assert alone.done == ["behind", "wait"]
+    assert not result.has_moved(0)
     assert result.pick(0, history) == edited.pick(logits[0], history, 11).token

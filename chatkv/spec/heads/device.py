@@ -1,7 +1,7 @@
 """A head on a CUDA device: a whole tree in one captured graph.
 
-Knows tensors and one row of taps; no sequence and no tree. What changes from call to call is sent
-in one transfer, and tokens, parents and chances come back in one.
+Knows tensors and what one row left behind; no sequence and no tree. A tree is grown from what the
+walk down the last one carried along on the device, or from a row of taps that the host names.
 """
 
 # Tensors are not typed closely enough for strict rules.
@@ -9,54 +9,64 @@ in one transfer, and tokens, parents and chances come back in one.
 
 from __future__ import annotations
 
-import numpy as np
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 from chatkv.models.cuda_decoder import CudaDecoder
-from chatkv.models.graphs import DeviceRow, captured
+from chatkv.models.device_rows import DeviceRow
 from chatkv.models.logits import KeptRow
 from chatkv.models.model import Model
-from chatkv.models.staged import Staged
+from chatkv.models.tree_rows import Carried, TreeRows
+from chatkv.models.work import Work
 from chatkv.spec.heads.device_eagle import DeviceEagle
 from chatkv.spec.heads.file import HeadFile
-from chatkv.spec.heads.grow import Growth, ParallelCell, RecurrentCell, Vocabulary, grow
-from chatkv.spec.heads.modules import ParallelHead
+from chatkv.spec.heads.fused import FusedGrower
+from chatkv.spec.heads.grow import Growth, ParallelCell, Vocabulary, grow
+from chatkv.spec.heads.modules import ParallelHead, RecurrentHead
 from chatkv.spec.heads.noise_triton import draft_noise
 
 GROWTH = Growth(rows=16, depth=4, width=4, children=8)
 
 
-class DeviceGrower:
+class DeviceHead(ABC):
     """Guesses below a root, from the taps of the row that chose it.
 
     Args:
-        file: A recurrent or a parallel head.
-        model: Its target.
+        file: The head.
+        model: Its target; its steps keep the taps from here on.
     """
 
+    depth = GROWTH.depth
+
     def __init__(self, file: HeadFile, model: CudaDecoder) -> None:
-        weights = model.layers.weights
-        device = model.layers.device
-        self._head = file.head.to(device, weights.dtype)
+        weights, device = model.layers.weights, model.layers.device
+        model.tap(file.head.shape.taps)
+        self._graphs = model.graphs
         self._vocabulary = Vocabulary.of(file.draft_ids, weights.head, weights.embedding)
-        shape = file.head.shape
-        floats = {"dtype": torch.float32, "device": device}
-        self._taps = torch.zeros(1, len(shape.taps), shape.hidden, **floats)
-        self._noise = torch.zeros(1, GROWTH.depth, shape.draft_ids, **floats)
-        self.inputs = Staged(
-            {
-                "root": (torch.int64, (1,)),
-                "seed": (torch.int64, (1,)),
-                "position": (torch.int32, (1,)),
-                "inverse_t": (torch.float64, (1,)),
-            },
-            device,
-        )
-        self._out = torch.zeros(3, GROWTH.rows, **floats)
-        self._here = torch.zeros(3, GROWTH.rows, pin_memory=device.type == "cuda")
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._capture = model.graphs.capture
+        size, is_cuda = (3, GROWTH.rows), device.type == "cuda"
+        self._out = torch.zeros(size, dtype=torch.int32, device=device)
+        self._here = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._carried: Carried | None = None
+        self._work = Work(self._compute, False)
+
+    def launch(self) -> None:
+        """Grow from what the walk behind a step leaves; returns at once."""
+        if self._carried is not self._graphs.carried:
+            self._carried = self._graphs.carried
+            self._work = Work(self._compute, self._graphs.capture)
+        self._work()
+        if self._done is not None:
+            self._done.record()
+
+    def read(self) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and chances of the tree that was launched last, its root first."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens, parents, chance = self._here
+        return tokens.tolist(), parents.tolist(), chance.view(torch.float32).tolist()
 
     def grow(
         self,
@@ -77,48 +87,68 @@ class DeviceGrower:
         """
         del max_rows
         assert isinstance(taps, DeviceRow)
-        there = self.inputs.begin()
-        there["root"][0] = root
-        there["seed"][0] = seed if temperature > 0 else -1
-        there["position"][0] = position
-        there["inverse_t"][0] = 1 / temperature if temperature > 0 else 1
-        self.inputs.send()
-        self._taps[0].copy_(taps.values)
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._compute()
-            if self._capture:
-                self._graph = captured(self._compute, None)
-        self.inputs.wait()
-        tokens, parents, chance = self._here.numpy()
-        ids, rows = tokens.astype(np.int64).tolist(), parents.astype(np.int64).tolist()
-        return ids, rows, chance.tolist()
+        carried = self._graphs.carried
+        assert carried is not None, "the model's layers are tapped"
+        carried.send(taps.values, root, position, temperature=temperature, seed=seed)
+        self.launch()
+        return self.read()
 
     def _compute(self) -> None:
-        there = self.inputs.device
-        draft_noise(there["seed"], there["position"], self._vocabulary.draft_ids, self._noise)
-        kind = ParallelCell if isinstance(self._head, ParallelHead) else RecurrentCell
-        found = grow(
-            self._head,
-            kind(self._head, self._taps),  # type: ignore[arg-type]
-            self._vocabulary,
-            there["root"],
-            GROWTH,
-            inverse_t=there["inverse_t"].float(),
-            noise=self._noise,
-        )
-        self._put(0, found.tokens)
-        self._put(1, found.parents)
-        self._put(2, found.chance)
+        assert self._carried is not None
+        self._launch(self._carried, self._out)
         self._here.copy_(self._out, non_blocking=True)
 
-    def _put(self, line: int, values: Tensor) -> None:
-        # Ids are below 2^24: float32 holds them.
-        self._out[line].copy_(values[0])
+    @abstractmethod
+    def _launch(self, start: Carried, out: Tensor) -> None:
+        """Fill out [3, R] int32: tokens, parents, and the bits of the float32 chances."""
 
 
-def grower_of(file: HeadFile, model: Model) -> DeviceGrower | DeviceEagle:
+class FusedHead(DeviceHead):
+    """A recurrent head in a few kernels a depth; its trees can be run without coming here first."""
+
+    def __init__(self, file: HeadFile, model: CudaDecoder) -> None:
+        super().__init__(file, model)
+        weights = model.layers.weights
+        head = file.head.to(weights.embedding.device, weights.dtype)
+        assert isinstance(head, RecurrentHead)
+        self.rows = TreeRows.empty(GROWTH.rows, weights.embedding.device)
+        self._fused = FusedGrower(head, self._vocabulary, GROWTH, pdl=model.layers.pdl)
+
+    def _launch(self, start: Carried, out: Tensor) -> None:
+        self._fused.grow(start, out, self.rows)
+
+
+class ModuleHead(DeviceHead):
+    """A parallel head, launch by launch of its modules."""
+
+    def __init__(self, file: HeadFile, model: CudaDecoder) -> None:
+        super().__init__(file, model)
+        weights, shape = model.layers.weights, file.head.shape
+        head = file.head.to(weights.embedding.device, weights.dtype)
+        assert isinstance(head, ParallelHead)
+        self._head = head
+        self._noise = weights.embedding.new_zeros(
+            (1, GROWTH.depth, shape.draft_ids), dtype=torch.float32
+        )
+
+    def _launch(self, start: Carried, out: Tensor) -> None:
+        draft_noise(start.seed, start.position, self._vocabulary.draft_ids, self._noise)
+        found = grow(
+            self._head,
+            ParallelCell(self._head, start.taps[None]),
+            self._vocabulary,
+            start.root,
+            GROWTH,
+            inverse_t=start.inverse_t.float(),
+            noise=self._noise,
+        )
+        out[0].copy_(found.tokens[0])
+        out[1].copy_(found.parents[0])
+        out[2].copy_(found.chance[0].view(torch.int32))
+
+
+def grower_of(file: HeadFile, model: Model) -> DeviceHead | DeviceEagle:
     """The head of a file on its target."""
     assert isinstance(model, CudaDecoder), f"{model.device} is a device"
-    return (DeviceEagle if file.head.shape.kind == "eagle" else DeviceGrower)(file, model)
+    kinds = {"recurrent": FusedHead, "parallel": ModuleHead, "eagle": DeviceEagle}
+    return kinds[file.head.shape.kind](file, model)

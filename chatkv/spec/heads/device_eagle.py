@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from chatkv.models.cuda_decoder import CudaDecoder
-from chatkv.models.graphs import DeviceRows, captured
+from chatkv.models.device_rows import DeviceRows
 from chatkv.models.logits import Features
 from chatkv.models.staged import Staged
+from chatkv.models.work import captured
 from chatkv.spec.heads.file import HeadFile
 from chatkv.spec.heads.grow import EagleCell, Growth, Vocabulary, grow
 from chatkv.spec.heads.modules import WINDOW, EagleHead, angles_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from chatkv.spec.tree import DraftTree
 
 SOURCE = "heads"
@@ -12,5 +14,5 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
 def tree_of(tokens: list[int], parents: list[int], chance: list[float]) -> DraftTree:
     """A tree, its root first."""
     shares = [c / max(chance[p], 1e-9) for c, p in zip(chance, parents, strict=True)]
-    bins = [0, *(1 + sum(share >= edge for edge in SHARES) for share in shares[1:])]
+    bins = [0, *(1 + bisect_right(SHARES, share) for share in shares[1:])]
     return DraftTree.of(tokens, parents, chance, bins, SOURCE)

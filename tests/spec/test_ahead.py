@@ -1,0 +1,239 @@
+"""Trees that are begun, and run, before the host has seen them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chatkv.sampling import Sampler, SamplingParams
+from chatkv.spec.control import WHOLE_TRIES, Controller
+from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafters.heads import HeadsDrafter
+from chatkv.spec.drafting import Drafting
+from chatkv.spec.plan import Plan
+from chatkv.spec.proposal import GrownTree, Proposal, settled
+from chatkv.spec.stats import StepRecord
+from chatkv.spec.tree import DraftTree
+from chatkv.spec.verify import Accepted
+
+ROWS: Any = SimpleNamespace(tokens=range(16))
+FLAT = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.02}
+PARENTS = [0] * 9 + [1] * 7
+CHANCE = [1.0] + [0.1] * 8 + [0.01] * 7
+
+
+class Grower:
+    """A head that grows by itself: each launch replaces the tree, as a device's buffer does."""
+
+    depth, rows = 2, ROWS
+
+    def __init__(self) -> None:
+        self.next_root = 5
+        self.there: list[int] = []
+
+    def launch(self) -> None:
+        self.there = [self.next_root, *range(100, 115)]
+
+    def read(self) -> tuple[list[int], list[int], list[float]]:
+        return self.there, PARENTS, CHANCE
+
+    def grow(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[float]]:
+        raise AssertionError("no features were read")
+
+
+class Others:
+    """A drafter with one guess of its own, or none."""
+
+    name = "others"
+
+    def __init__(self, guesses: int) -> None:
+        self.guesses = guesses
+
+    def follow(self, seq_id: int, tokens: Sequence[int]) -> None: ...
+    def observe(self, seq_id: int, accepted: Accepted) -> None: ...
+    def drop(self, seq_id: int) -> None: ...
+
+    def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
+        root = contexts[0].tokens[-1]
+        tokens = [root, *range(7, 7 + self.guesses)]
+        return [DraftTree.of(tokens, [max(0, row - 1) for row in range(len(tokens))])]
+
+
+def made(*others: Any) -> tuple[GuardedDrafters, Grower]:
+    grower = Grower()
+    heads = HeadsDrafter(grower, (1, 2), grower)
+    return GuardedDrafters([*others, heads], vocab_size=200), grower
+
+
+def context(root: int = 5, seq_id: int = 1) -> DraftContext:
+    return DraftContext(seq_id, [1, 2, root], Sampler(SamplingParams()))
+
+
+def begun(drafters: GuardedDrafters, seq_id: int = 1) -> None:
+    begin = drafters.ahead(seq_id)
+    assert begin is not None
+    begin()
+    drafters.observe(seq_id, Accepted((5,), (0,), (5,)))
+
+
+def proposed(drafters: GuardedDrafters, **about: Any) -> Proposal:
+    (tree,) = drafters.propose([context(**about)], [63])
+    return tree
+
+
+def test_it_comes_unseen_once():
+    drafters, _ = made()
+    begun(drafters)
+    tree = proposed(drafters)
+    assert isinstance(tree, GrownTree)
+    assert len(tree) == 16
+    assert settled(tree).tokens.tolist() == [5, *range(100, 115)]
+    assert len(proposed(drafters)) == 1
+    assert not drafters.failures
+
+
+@pytest.mark.parametrize(
+    "void", ["not observed", "followed", "of another", "too small", "dropped", "void"]
+)
+def test_one_that_does_not_fit_is_not_run(void):
+    drafters, _ = made()
+    begin = drafters.ahead(1)
+    assert begin is not None
+    begin()
+    if void != "not observed":
+        drafters.observe(1, Accepted((5,), (0,), (5,)))
+    if void == "followed":
+        drafters.follow(1, [1, 2, 5])
+    if void == "of another":
+        begun(drafters, seq_id=2)
+    if void == "void":
+        drafters.void(1)
+    if void == "dropped":
+        drafters.drop(1)
+    (tree,) = drafters.propose([context()], [15 if void == "too small" else 63])
+    assert isinstance(tree, DraftTree)
+    assert len(tree) == 1
+
+
+def test_a_tree_below_another_token_is_a_bug_and_never_run_on():
+    drafters, _ = made()
+    begun(drafters)
+    with pytest.raises(AssertionError, match="grown below 5, not 6"):
+        settled(proposed(drafters, root=6))
+
+
+def test_guesses_of_others_are_joined_unless_it_is_kept_whole():
+    for keeps, rows in ((None, 18), (lambda tree: False, 18), (lambda tree: True, 16)):
+        drafters, _ = made(Others(2))
+        begun(drafters)
+        (tree,) = drafters.propose([context()], [63], keeps)
+        assert len(tree) == rows
+        if rows == 16:
+            assert isinstance(tree, GrownTree)
+            assert tree.beside is not None
+            assert tree.beside.tokens.tolist() == [5, 7, 8]
+
+
+def test_a_begin_that_raises_switches_the_drafter_off():
+    drafters, grower = made()
+    grower.launch = lambda: 1 / 0  # type: ignore[method-assign]
+    begun(drafters)
+    assert len(proposed(drafters)) == 1
+    assert drafters.ahead(1) is None
+    assert drafters.ahead(2) is not None
+    assert len(drafters.failures) == 1
+
+
+def grown(root: int = 5) -> GrownTree:
+    read: Callable[[], DraftTree] = lambda: DraftTree.of(  # noqa: E731
+        [root, *range(100, 115)], PARENTS, CHANCE, source="heads"
+    )
+    return GrownTree(root, 2, ROWS, read)
+
+
+def play(controller: Controller, tokens: int, steps: int, beside: DraftTree | None = None) -> int:
+    """Steps whose tree gains so many tokens when it is run; how many were."""
+    ran = 0
+    for _ in range(steps):
+        plan = controller.plan([1])
+        kept: list[Proposal] = [DraftTree.root(5)]
+        if plan.asks:
+            tree = grown()
+            tree.beside = beside
+            kept = controller.prune([tree], plan)
+        ran += len(kept[0]) > 1
+        gained = tuple([100, 109][: tokens - 1]) if len(kept[0]) > 1 else ()
+        accepted = Accepted((*gained, 3), (0, 1, 9)[: len(gained) + 1], (None,) * 16)
+        record = StepRecord.of(
+            [settled(kept[0])], [accepted], draft_ms=0.01, verify_ms=FLAT[len(kept[0])]
+        )
+        controller.observe(record, [accepted], plan)
+    return ran
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_trees_that_gain_are_run_and_those_that_do_not_are_not(guard):
+    assert play(Controller(FLAT, guard=guard), 2, 300) > 280
+    few = Controller(FLAT, guard=guard)
+    assert play(few, 1, 300) < 40
+    assert "plain" in few.explain().lower()
+    # What they gain may change: they are tried again.
+    assert play(few, 3, 3000) > 2000
+
+
+def test_a_mode_that_wants_fewer_rows_sees_it_first():
+    for mode, rows in (
+        ("tree:15", 16),
+        ("tree:20", 16),
+        ("tree:4", 5),
+        ("chain:3", 3),
+        ("none", 1),
+    ):
+        controller = Controller(FLAT, mode, guard=False)
+        plan = controller.plan([1])
+        (tree,) = controller.prune([grown()], plan)
+        assert len(tree) == rows
+        assert isinstance(tree, GrownTree) == (rows == 16)
+
+
+def test_surer_guesses_of_others_are_joined():
+    chain = DraftTree.of([5, 7, 8, 9], [0, 0, 1, 2], [1, 0.9, 0.9, 0.9], source="others")
+    controller = Controller(FLAT, guard=False)
+    play(controller, 2, WHOLE_TRIES)
+    controller.plan([1])
+    assert not controller.keeps_whole(chain)
+    # They were wrong often enough: what is not joined teaches too.
+    play(controller, 2, 200, chain)
+    controller.plan([1])
+    assert controller.keeps_whole(chain)
+    assert not Controller(FLAT, "tree:15").keeps_whole(chain)
+
+
+def test_the_tree_is_read_before_the_next_one_takes_its_place():
+    drafters, grower = made()
+    drafting = Drafting(drafters, FLAT, "tree:15", guard=False)
+    sampler = SimpleNamespace(edits_rows=False, params=SamplingParams(), grammar=None)
+    seq: Any = SimpleNamespace(id=1, tokens=[1, 2, 5], sampler=sampler, max_depth=9)
+    drafting.follow(seq)
+    learnt: list[Plan | None] = []
+    watched = drafting.controller.observe
+    drafting.controller.observe = (  # type: ignore[method-assign]
+        lambda step, accepted, plan=None: learnt.append(plan) or watched(step, accepted, plan)
+    )
+    for turn in range(3):
+        (tree,) = drafting.propose([seq])
+        assert isinstance(tree, GrownTree) == (turn > 0)
+        seq.tokens.append(50 + turn)
+        grower.next_root = seq.tokens[-1]
+        drafting.behind([seq])()
+        assert len(learnt) == turn
+        gained = Accepted((seq.tokens[-1],), (0,), (None,) * len(tree))
+        record = StepRecord.of([settled(tree)], [gained], verify_ms=1.0)
+        drafting.observe([seq], [gained], lambda record=record: record)
+    stats = drafting.drop(seq)
+    assert stats.steps == 3
+    assert len(learnt) == 3
+    assert not drafters.failures
