@@ -169,7 +169,7 @@ class Prompts:
         """Let go of what the ops at the place of the next id drop. Nothing is computed.
 
         Raises:
-            OutOfPages: No room for keys at other positions. The ops before that one were done.
+            OutOfPages: No room for keys at other positions; nothing is in place any more.
         """
         while (op := seq.next_op) is not None and op.at == seq.table.num_tokens:
             first, rows = self._tail(seq)

@@ -216,32 +216,35 @@ class PageTable:
 
         Raises:
             ValueError: The op is for another place.
-            OutOfPages: No room for pages to turn; the table is as before.
+            OutOfPages: No room for pages to turn; the table is empty then. What leaves goes first,
+                so that no more is needed at once than each page in sight and its original.
         """
         self._check_idle("forget")
         if op.at != self.num_tokens:
             raise ValueError(f"An op at {op.at}, with {self.num_tokens} ids in place.")
         stage, entries = self.stage.narrowed(self.spans(), op)
-        pages: list[int] = []
+        pages: dict[int, int] = {}
         originals: dict[int, int] = {}
+        for index, (span, entry) in enumerate(zip(stage.spans, entries, strict=True)):
+            page, source = self.pages[entry], self.originals.get(entry, self.pages[entry])
+            moves = span.shift != self._shift_of(entry)
+            if not moves:
+                pages[index] = self.pool.share(page)
+            if moves or page != source:
+                originals[index] = self.pool.share(source)
+        self._empty()
         try:
-            for index, (span, entry) in enumerate(zip(stage.spans, entries, strict=True)):
-                page, source = self.pages[entry], self.originals.get(entry, self.pages[entry])
-                if span.shift == self._shift_of(entry):
-                    pages.append(self.pool.share(page))
-                else:
+            for index, span in enumerate(stage.spans):
+                if index not in pages:
                     assert turn is not None, f"{op} moves positions"
-                    pages.append(turn(span, source))
-                if pages[-1] != source:
-                    originals[index] = self.pool.share(source)
+                    pages[index] = turn(span, originals[index])
         except BaseException:
-            self._release([*pages, *originals.values()])
+            self._release([*pages.values(), *originals.values()])
             raise
-        before = [*self.pages, *self.originals.values()]
-        self.pages, self.originals, self.stage = pages, originals, stage
+        self.pages = [pages[index] for index in range(len(stage.spans))]
+        self.originals, self.stage = originals, stage
         self.length = len(pages) * self._size
         self._gone = op.at - self.length
-        self._release(before)
 
     def release(self) -> None:
         """Give all pages back. The table is of no use afterwards."""

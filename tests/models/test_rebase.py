@@ -54,7 +54,7 @@ def test_drafted_is_plain_and_resumed_never_quit(
 
 def test_keys_are_turned_from_what_was_stored(short: Decoder) -> None:
     """Ten rebases are one: each page in sight is its original, turned by the sum."""
-    on = engine(short)
+    on = engine(short, context=160)
     ids = [5 + i % 90 for i in range(108)]
     ops = [Op(50 + 6 * i, ((16 + 2 * i, 18 + 2 * i),), rebase=True) for i in range(10)]
     seq = on.add(ids, [False] * 108, SamplingParams(max_tokens=1), ops=ops)
@@ -72,6 +72,10 @@ def test_keys_are_turned_from_what_was_stored(short: Decoder) -> None:
             on.pool.release(page)
             turned += 1
     assert turned > 3
+    # Each page in sight, its original, and no more: the pool has room for two contexts.
+    assert on.pool.num_pages - on.pool.free - on.prefix.stats().reclaimable <= 2 * len(
+        seq.table.pages
+    )
 
 
 def test_a_turned_key_is_the_key_of_that_position(short: Decoder) -> None:
