@@ -39,6 +39,9 @@ class Layout:
 
     turns: tuple[TurnSpan, ...]
     ops: tuple[Op, ...] = ()
+    pending: int | None = None
+    """Place of the first id that is still to be computed, where that is known: see `first_pending`.
+    An op there costs no pass of its own."""
 
     @property
     def current(self) -> TurnSpan:
@@ -115,6 +118,15 @@ class ForgetPlan:
         """Its fields, the op as JSON."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**values, "op": self.op.to_json()}
+
+
+def first_pending(turns: Sequence[TurnSpan], sampled: Sequence[bool]) -> int:
+    """Where what closes the last reply begins: it is computed with the turn just typed."""
+    place = start = turns[-1].start
+    floor = turns[-2].start if len(turns) > 1 else start
+    while place > floor and not sampled[place - 1]:
+        place -= 1
+    return place if place > floor else start
 
 
 def reserve_tokens(context: int, max_tokens: int | None = None) -> int:
@@ -353,7 +365,8 @@ def plan_user(layout: Layout, numbers: Iterable[int], limits: Limits) -> ForgetP
         if not live:
             raise UsageError(f"Turn {number} is forgotten already.", hint="See /context.")
         drop += live
-    op = Op(layout.current.start, tuple(joined(drop)))
+    drop = joined(drop)
+    op = Op(_at(layout, drop), tuple(drop))
     return _plan("user", "user", layout, op, limits)
 
 
@@ -546,13 +559,21 @@ def _first(ranges: Sequence[Range], count: int) -> list[Range]:
     return result
 
 
+def _at(layout: Layout, drop: Sequence[Range]) -> int:
+    """Where an op takes effect: as soon as something is computed, but behind all that it drops."""
+    last = max(layout.ops[-1].at if layout.ops else 0, drop[-1][1] if drop else 0)
+    start = layout.current.start
+    return layout.pending if layout.pending is not None and layout.pending >= last else start
+
+
 def _placed(layout: Layout, drop: list[Range], coming: int, limits: Limits) -> Op | None:
     """The op that drops these; one that moves positions too if `coming` ids would pass the last
     one. None if neither is needed."""
-    at = layout.current.start
+    at = _at(layout, drop)
     op = Op(at, tuple(drop))
     ops = (*layout.ops, op)
     position = next_position(ops, at)
+    coming += layout.current.start - at
     if position + coming > limits.trained and position > num_live(ops, at):
         moves = {"restart": True} if limits.no_rebase else {"rebase": True}
         return replace(op, **moves)

@@ -7,7 +7,17 @@ from typing import Any
 
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
-from chatkv.forget import Layout, Policy, Slide, TurnSpan, WindowPolicy, flatten, parse_policy, plan
+from chatkv.forget import (
+    Layout,
+    Policy,
+    Slide,
+    TurnSpan,
+    WindowPolicy,
+    first_pending,
+    flatten,
+    parse_policy,
+    plan,
+)
 from chatkv.kv.ops import Op
 from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
@@ -73,7 +83,8 @@ class Talk:
             TurnSpan(number, start, stop, pinned=number in self.pins)
             for number, (start, stop) in enumerate(zip(self.starts, ends, strict=True))
         ]
-        return Layout(tuple(turns), tuple(self.ops))
+        pending = first_pending(turns, self.sampled)
+        return Layout(tuple(turns), tuple(self.ops), pending)
 
 
 def images(on: Engine, seq: Seq) -> list[tuple[int, int, bytes]]:

@@ -3,6 +3,7 @@ way, and what holds without that holds with it."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,12 +38,12 @@ def test_drafted_is_plain_and_resumed_never_quit(
             if kind[0] == "r":
                 path = tmp_path / ("kv.db" if kind == "resumed" else f"{place}.db")
                 identity = short.identity(16)
-                store = SqlitePageStore(path, identity, limit_bytes=1 << 30)
-                on = engine(short, store=store, salt=store.salt)
+                with closing(SqlitePageStore(path, identity, limit_bytes=1 << 30)) as store:
+                    on = engine(short, store=store, salt=store.salt)
+                    replies.append(talk.say(on, prompt))
+                    on.close()
+                continue
             replies.append(talk.say(on, prompt))
-            if kind[0] == "r":
-                on.close()
-                store.close()
         talks.append((replies, talk.ops, talk.images))
         assert sum(op.rebase for op in talk.ops) > 1
         assert next_position(talk.ops, len(talk.ids)) <= 112
