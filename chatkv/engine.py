@@ -266,9 +266,10 @@ class Engine:
         """Keep what can be used again, on disk too, and give the sequence's pages back."""
         self.prompts.finish(seq)
         seq.table.release()
+        stats = self.drafting.drop(seq)
         if self.memory is not None:
             self.memory.save(self.drafting.controller.to_json)
-        return self.drafting.drop(seq)
+        return stats
 
     def generate(self, seqs: Seq[Sequence]) -> None:
         """Run these sequences to their end, together."""

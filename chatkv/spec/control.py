@@ -200,14 +200,32 @@ class Controller:
         if not self._guessed_steps:
             return f"Plain: no guess came up in {self.stats.tokens} tokens."
         if share > 0.95:
-            return f"Plain in {share:.0%} of the steps: guesses are not worth their time here."
+            return (
+                f"Plain in {share:.0%} of the steps: guesses are not worth their time here"
+                f"{self._first_guesses()}."
+            )
         faster = f", {recent.speedup:.2f}x the plain rate" if recent.speedup else ""
         drafted = recent.steps - recent.plain_steps
         gained = (recent.tokens - recent.plain_tokens) / drafted
+        rows = (recent.rows - recent.plain_steps) / drafted
+        who = " and ".join(sorted({name for name, _ in recent.offered})) or "nobody"
         return (
-            f"Drafting ({self.mode}): {gained:.2f} tokens a drafted step{faster}; "
-            f"plain in {share:.0%} of the steps."
+            f"Drafting ({self.mode}): {who} guessed, {rows:.1f} rows{self._cost(round(rows))} gave "
+            f"{gained:.2f} tokens a drafted step{faster}; plain in {share:.0%} of the steps."
         )
+
+    def _cost(self, rows: int) -> str:
+        ms, one = self.costs.ms(rows), self.costs.ms(1)
+        return f" at {ms / one:.2f}x the time of one" if ms and one and rows > 1 else ""
+
+    def _first_guesses(self) -> str:
+        """What a second row costs, and how often the first guess was right."""
+        offered = sum(count for (_, depth), count in self.stats.offered.items() if depth == 1)
+        right = sum(count for (_, depth), count in self.stats.accepted.items() if depth == 1)
+        ms, one = self.costs.ms(2), self.costs.ms(1)
+        if not offered or not ms or not one:
+            return ""
+        return f"; {right / offered:.0%} of the first ones are right, two rows take {ms / one:.2f}x"
 
     def _decide(self, sequences: int) -> tuple[Kind, int, str]:
         if self.shape.kind == "none":

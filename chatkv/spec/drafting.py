@@ -17,6 +17,9 @@ from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
 
+SILENT_TOKENS = 512
+"""Tokens without a guess that was run, from which on a drafter is named."""
+
 
 class Drafting:
     """Guesses for all sequences of one engine.
@@ -142,9 +145,15 @@ class Drafting:
         return self._stats.pop(seq.id, DraftStats())
 
     def explain(self) -> str:
-        """One sentence: what drafting does now, and why."""
+        """One sentence: what drafting does now, and why; and who had nothing to say or failed."""
         self.learn()
-        return self.controller.explain()
+        told = self.controller.explain()
+        stats = self.controller.stats
+        heard = {name for name, _ in stats.offered}
+        silent = [name for name in self.drafters.names if name not in heard]
+        if stats.tokens >= SILENT_TOKENS and silent and heard:
+            told += f" No guess of {' or '.join(silent)} was run in {stats.tokens} tokens."
+        return " ".join([told, *self.drafters.failures[-1:]])
 
 
 def _cut(tree: Proposal, seq: Sequence) -> Proposal:

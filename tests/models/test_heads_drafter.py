@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,17 @@ def test_drafted_is_plain(decoder, temperature, tmp_path, monkeypatch):
     assert stats.plain_steps <= 1
     assert not guarded.failures
     assert not drafter._read
+
+
+def test_heads_of_another_quantisation_are_named_with_both_values(decoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
+    file = head_file(decoder)
+    other = {**file.target, "weights": "ab" * 32}
+    save(tmp_path / f"{decoder.spec.name.lower()}-heads.safetensors", replace(file, target=other))
+    with pytest.raises(HeadsMismatch) as raised:
+        load_heads(decoder)
+    assert "ab" * 32 in raised.value.message
+    assert decoder.spec.weights_digest in raised.value.message
 
 
 def test_there_is_no_guess_from_a_row_that_did_not_choose_the_root(decoder):

@@ -198,6 +198,10 @@ def load_heads(model: Model) -> Reader:
 
     found = find_heads(model)
     if found is None:
+        for folder in (catalog.cache_dir() / "heads", WEIGHTS):
+            for other in sorted(folder.glob("*.safetensors")):
+                if other.name.startswith(model.spec.name.lower()):  # of another quantisation
+                    head_file.load(other, model.spec, model.tokenizer.tok_fp())
         raise HeadsMismatch(
             f"There are no draft heads for {model.spec.name}.",
             hint="Leave `heads` out of --drafters, or train some: chatkv train-heads.",
