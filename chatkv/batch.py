@@ -64,6 +64,14 @@ def chain_batch(
     return replace(batch, tapped=tapped)
 
 
+def chains_batch(tables: Seq[PageTable], parts: Seq[Seq[int]], slots: Seq[Slots]) -> ForwardBatch:
+    """Ids right behind what each table holds, one after another; logits of all."""
+    counts = zip(tables, parts, strict=True)
+    positions = [table.length + np.arange(len(ids), dtype=np.int32) for table, ids in counts]
+    tokens = np.concatenate([np.array(ids, np.int32) for ids in parts])
+    return _batch(tables, tokens, np.concatenate(positions), slots, ancestors=None, logit_rows=None)
+
+
 def _batch(
     tables: Seq[PageTable],
     tokens: npt.NDArray[np.int32],

@@ -9,6 +9,7 @@ import click
 
 from tui import output
 from tui.command import Command, Globals
+from tui.commands.bench_quality import quality
 from tui.commands.bench_result import WRONG, progress, result_options, write_result
 from tui.commands.bench_spec import spec
 
@@ -202,3 +203,4 @@ def _count(number: int, noun: str) -> str:
 
 
 bench.add_command(spec)
+bench.add_command(quality)
