@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: chat setup test test-slow test-gpu check fix faults fuzz soak kill-100 kill-1000 snapshots bench clean
+.PHONY: chat setup test test-slow test-gpu check fix faults fuzz soak kill-100 kill-1000 snapshots bench quality clean
 
 chat: setup
 	@$(BIN)/chatkv
@@ -74,6 +74,10 @@ kill-100 kill-1000: kill-%: $(VENV)/.test
 
 snapshots: $(VENV)/.test
 	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/app
+
+quality: setup
+	$(BIN)/chatkv bench quality --device cpu --json benchmarks/results/quality_cpu.json
+	$(BIN)/python -m benchmarks.report
 
 bench: setup
 	$(BIN)/python -m benchmarks

@@ -1,9 +1,9 @@
-"""docs/performance.md from the raw results.
+"""docs/performance.md and docs/quality.md from the raw results.
 
     python -m benchmarks.report [--check]
 
-Fills `performance.md.jinja` from `results/*.json`. With `--check` nothing is written, and the exit
-status is 1 unless the page is what the results make.
+Fills the `*.md.jinja` beside this file from `results/*.json`. With `--check` nothing is written,
+and the exit status is 1 unless the pages are what the results make.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from benchmarks import tables
 from benchmarks.about import RESULTS
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "performance.md"
-TEMPLATE = "performance.md.jinja"
+DOCS = HERE.parent / "docs"
+PAGES = ("performance.md", "quality.md")
 WIDTH = 120
 
 
-def render(results: dict[str, dict[str, Any]]) -> str:
-    """The page from results by file name.
+def render(page: str, results: dict[str, dict[str, Any]]) -> str:
+    """A page from results by file name.
 
     Raises:
         jinja2.UndefinedError: A result, or a number in one, is not there.
@@ -40,7 +40,7 @@ def render(results: dict[str, dict[str, Any]]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["num"] = tables.number
-    return wrapped(environment.get_template(TEMPLATE).render(results=results, tables=tables))
+    return wrapped(environment.get_template(f"{page}.jinja").render(results=results, tables=tables))
 
 
 def wrapped(text: str) -> str:
@@ -66,15 +66,17 @@ def read(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the page, or compare it."""
+    """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(prog="benchmarks.report")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     args = parser.parse_args()
-    page = render(read())
-    if not args.check:
-        PAGE.write_text(page, encoding="utf-8")
-    elif page != PAGE.read_text(encoding="utf-8"):
-        raise SystemExit(f"{PAGE.name} is not what the results make: python -m benchmarks.report")
+    results = read()
+    for page in PAGES:
+        text, path = render(page, results), DOCS / page
+        if not args.check:
+            path.write_text(text, encoding="utf-8")
+        elif text != path.read_text(encoding="utf-8"):
+            raise SystemExit(f"{page} is not what the results make: python -m benchmarks.report")
 
 
 if __name__ == "__main__":

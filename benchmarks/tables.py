@@ -275,3 +275,26 @@ def _steps(model: Result, choose: Callable[[Result], bool]) -> list[Result]:
 
 def _at(line: Result | None, context: int) -> float | None:
     return line["ms_a_token"] if line and line["context"] == context else None
+
+
+def quality_table(result: Result) -> str:
+    """A row for each K/V format."""
+    lengths = list(result["rows"][0]["needles"])
+    head = ["format", "bytes a token", "tokens a byte", "perplexity", "KL", "top-1"]
+    head += [f"needles, {int(length):,}" for length in lengths]
+    rows: list[list[str]] = []
+    for row in result["rows"]:
+        found = [round(row["needles"][length] * result["needles"]) for length in lengths]
+        rows.append(
+            [
+                f"`{row['kv']}`" + (" (experimental)" if row["experimental"] else ""),
+                number(row["token_bytes"]),
+                f"{row['tokens_per_byte']:.2f} times",
+                number(row["perplexity"], 4),
+                NOTHING if row["kv"] == "bf16" else f"{row['kl']:.1e}",
+                number(row["top1"], 4),
+                *(f"{count} of {result['needles']}" for count in found),
+                str(row["differing"]),
+            ]
+        )
+    return markdown([*head, "differing"], rows)
