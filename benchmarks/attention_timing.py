@@ -80,6 +80,7 @@ def quantised(case: Case, dtype: torch.dtype) -> Case:
 def graph_time(runs: Sequence[Callable[[], object]], budget: float = 0.02) -> float:
     """Microseconds of one run: median over replays of a graph that holds them all."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # what is timed may still be in the making
     with torch.cuda.stream(side):
         for run in runs[:2]:
             run()

@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from chatkv.attention.triton_tiles import EMPTY_MAX, ONES, fold, leaf_end, load_page, load_tile
+from chatkv.attention.triton_tiles import (
+    EMPTY_MAX,
+    FP8_UNIT,
+    ONES,
+    codes_of,
+    fold,
+    leaf_end,
+    load_page,
+    load_tile,
+)
 
 
 @triton.jit(do_not_specialize=["window", "num_entries", "num_parts_rows"])
@@ -29,7 +38,7 @@ def attend_past(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
     LEAVES: tl.constexpr, OWNER: tl.constexpr, CODE: tl.constexpr, GAIN: tl.constexpr,
-    HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
+    HAS_VALID: tl.constexpr, HAS_WINDOW: tl.constexpr, PDL: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The slots below b(p) of a row block, for one sequence, kv head and leaf or group of tiles.
 
@@ -89,8 +98,18 @@ def attend_past(
     d = tl.arange(0, DIM_PAD)
     row = t * (HEADS * GROUP) + head * GROUP + m % GROUP
     q_row = q + t.to(tl.int64)[:, None] * stride_q + ((head * GROUP + m % GROUP) * DIM)[:, None]
-    queries = tl.load(q_row + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0)
-    ones = tl.full([BLOCK_N, ONES], 1.0, q.dtype.element_ty)
+    IN_PAIRS: tl.constexpr = (CODE == 1) | (CODE == 3)
+    dtype: tl.constexpr = tl.float16 if HALF else q.dtype.element_ty
+    if IN_PAIRS:
+        # Even and odd channels are products of their own, see `codes_of`.
+        j = tl.arange(0, DIM_PAD // 2)
+        is_pair = is_row[:, None] & (j < DIM // 2)[None, :]
+        queries = tl.load(q_row + 2 * j[None, :], mask=is_pair, other=0.0).to(dtype)
+        queries_odd = tl.load(q_row + 2 * j[None, :] + 1, mask=is_pair, other=0.0).to(dtype)
+    else:
+        queries = tl.load(q_row + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0)
+        queries = queries.to(dtype)
+    ones = tl.full([BLOCK_N, ONES], 1.0, dtype)
     if HAS_VALID or HAS_WINDOW:
         stored = tl.load(sequence + 4)
     if HAS_WINDOW:
@@ -103,11 +122,14 @@ def attend_past(
     scales += head * stride_scale_head
     row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
     row_sum = tl.zeros([BLOCK_M, ONES], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    WIDTH: tl.constexpr = DIM_PAD // 2 if IN_PAIRS else DIM_PAD
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    acc_odd = acc
     if OWNER != 0:
         group_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
         group_sum = tl.zeros([BLOCK_M], tl.float32)
-        group_acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+        group_acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        group_odd = group_acc
     step = leaf_end(first_tile, leaf, LEAVES)
     next_slot = (part_group + GROUPS * (leaf + LEAVES * step)) * BLOCK_N
     # The page of a tile is read one turn early, so that reading its keys waits for nothing.
@@ -118,6 +140,11 @@ def attend_past(
         page = next_page.to(tl.int64)
         if OWNER != 0:  # noqa: SIM102 (known when compiled, and the inner one is not)
             if is_first:
+                if IN_PAIRS:
+                    _odd_max, _odd_sum, group_odd = fold(
+                        group_max, group_sum, group_odd, row_max, tl.max(row_sum, 1), acc_odd,
+                        factor,
+                    )  # fmt: skip
                 group_max, group_sum, group_acc = fold(
                     group_max, group_sum, group_acc, row_max, tl.max(row_sum, 1), acc, factor
                 )
@@ -156,12 +183,24 @@ def attend_past(
             new_pos = tl.load(q_pos + first + slot - stored, mask=seen & is_new, other=0)
             position = tl.where(is_new, new_pos, page_start + slot % PAGE)
             seen = seen & (position >= first_pos)
-        keys, k_factor = load_tile(
-            k_base, s_base, k_row, s_row, seen, DIM, DIM_PAD, CODE, q.dtype.element_ty
-        )
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        if CODE == 1:
+        if IN_PAIRS:
+            is_code = seen[:, None] & (j < DIM // 2)[None, :]
+            pairs = tl.trans(tl.load(k_base + k_row[:, None] + j[None, :], mask=is_code, other=0))
+            k_factor = tl.load(s_base + s_row, mask=seen, other=0.0).to(tl.float32)
+            # Early, so that the products wait for nothing.
+            v_factor = tl.load(s_base + stride_scale_kind + s_row, mask=seen, other=0.0)
+            if CODE == 3:
+                k_factor = k_factor * FP8_UNIT
+            scores = tl.dot(queries, codes_of(pairs, 0, CODE, dtype, HALF), input_precision="ieee")
+            scores = tl.dot(
+                queries_odd, codes_of(pairs, 1, CODE, dtype, HALF), scores, input_precision="ieee"
+            )
             scores = scores * k_factor[None, :]
+        else:
+            keys, k_factor = load_tile(
+                k_base, s_base, k_row, s_row, seen, DIM, DIM_PAD, CODE, dtype
+            )
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if HAS_VALID or HAS_WINDOW:
             is_seen = (slot[None, :] < limit[:, None]) & seen[None, :]
             if HAS_WINDOW:
@@ -174,31 +213,39 @@ def attend_past(
         weight = tl.exp2((row_max - new_max) * factor)
         minus_max = -(new_max * factor)
         p = tl.exp2(tl.fma(scores, factor, minus_max[:, None]))
-        values, v_factor = load_tile(
-            k_base + stride_kind,
-            s_base + stride_scale_kind,
-            k_row,
-            s_row,
-            seen,
-            DIM,
-            DIM_PAD,
-            CODE,
-            q.dtype.element_ty,
-        )
+        v_base = k_base + stride_kind
         row_sum = row_sum * weight[:, None]
         acc = acc * weight[:, None]
-        p_low = p.to(q.dtype.element_ty)
+        p_low = p.to(dtype)
         row_sum = tl.dot(p_low, ones, row_sum, input_precision="ieee")
-        if CODE == 1:
-            p_low = (p * (v_factor * GAIN)[None, :]).to(q.dtype.element_ty)
-        acc = tl.dot(p_low, values, acc, input_precision="ieee")
+        if IN_PAIRS:
+            pairs = tl.load(v_base + k_row[:, None] + j[None, :], mask=is_code, other=0)
+            p_low = (p * (v_factor.to(tl.float32) * GAIN)[None, :]).to(dtype)
+            acc = tl.dot(p_low, codes_of(pairs, 0, CODE, dtype, HALF), acc, input_precision="ieee")
+            acc_odd = acc_odd * weight[:, None]
+            acc_odd = tl.dot(
+                p_low, codes_of(pairs, 1, CODE, dtype, HALF), acc_odd, input_precision="ieee"
+            )
+        else:
+            values, v_factor = load_tile(
+                v_base, s_base + stride_scale_kind, k_row, s_row, seen, DIM, DIM_PAD, CODE, dtype
+            )
+            acc = tl.dot(p_low, values, acc, input_precision="ieee")
         row_max = new_max
     if OWNER != 0:
+        if IN_PAIRS:
+            _odd_max, _odd_sum, acc_odd = fold(
+                group_max, group_sum, group_odd, row_max, tl.max(row_sum, 1), acc_odd, factor
+            )
         row_max, sums, acc = fold(
             group_max, group_sum, group_acc, row_max, tl.max(row_sum, 1), acc, factor
         )
     else:
         sums = tl.max(row_sum, 1)
+    if IN_PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_odd), (BLOCK_M, DIM_PAD))
+        if CODE == 3:
+            acc = acc * FP8_UNIT
     out_row = part.to(tl.int64) * num_parts_rows + row
     tl.store(part_max + out_row, row_max, mask=is_row)
     tl.store(part_sum + out_row, sums, mask=is_row)

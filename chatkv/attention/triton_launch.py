@@ -75,6 +75,7 @@ class Launch:
         partition: Partition,
         *,
         quantised: bool,
+        in_pairs: bool = False,
         is_mixed: bool,
         can_be_wide: bool,
         pdl: bool,
@@ -85,19 +86,26 @@ class Launch:
             rows: (row, query head) pairs of the longest sequence under one kv head.
             row_bytes: Of a row of q under one head.
             length: Slots of the longest sequence.
-            quantised: Codes are converted on their way into a product. The compiler groups the keys
-                of that product by the tile's shape, so block_m and nodes are fixed for them.
+            quantised: The pages hold codes.
+            in_pairs: int8 or fp8, see `triton_tiles.codes_of`: a product of 16 rows converts each
+                code once, one of 64 does through shared memory, those between more than once. int4
+                is converted in registers; the compiler groups the keys of that product by the
+                tile's shape, so block_m and nodes are fixed for it.
             is_mixed: `TritonPlan.is_mixed`.
             can_be_wide, pdl: The device can.
         """
-        block_m = 64 if quantised else min(64, max(16, 1 << (rows - 1).bit_length()))
+        block_m = min(64, max(16, 1 << (rows - 1).bit_length()))
+        if quantised:
+            block_m = 16 if in_pairs and rows <= 16 else 64
         wide = can_be_wide and pays_wide(rows, row_bytes)
         resident = WIDE_RESIDENT if wide else RESIDENT
+        if in_pairs:
+            resident = 2 * RESIDENT  # tiles of half the bytes
         blocks = sequences * num_kv_heads * -(-rows // (WIDE_ROWS if wide else block_m))
         tiles = -(-length // partition.tile)
         # Microseconds: reading all keys once, and turns of a program one after another.
         reading = sequences * num_kv_heads * length * row_bytes * 2 / 4.5e6
-        turn, start = (0.9, 3.0) if wide else (0.8, 0.0)
+        turn, start = (0.9, 3.0) if wide else (2.0 if in_pairs else 0.8, 0.0)
         partial = sequences * num_kv_heads * rows * row_bytes * 4 / (1.6e6 if wide else 2.4e6)
 
         def cost(parts: int) -> float:

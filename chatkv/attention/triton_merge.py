@@ -52,9 +52,10 @@ def store_own(
     SPAN: tl.constexpr,
     CODE: tl.constexpr,
     GAIN: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """Store the partial softmax of the own keys of NODES rows, under one kv head, as last part."""
-    dtype: tl.constexpr = q.dtype.element_ty
+    dtype: tl.constexpr = tl.float16 if HALF else q.dtype.element_ty
     lane = tl.arange(0, NODES * SPAN)
     lane_node = node + lane // SPAN
     slot = tl.load(own_slots + node.to(tl.int64) * SPAN + lane, mask=lane_node < num_rows, other=-1)
@@ -82,10 +83,10 @@ def store_own(
     q_head = head * GROUP + m % GROUP
     is_data = is_row[:, None] & (d < DIM)[None, :]
     q_row = q + t.to(tl.int64)[:, None] * stride_q + (q_head * DIM)[:, None]
-    queries = tl.load(q_row + d[None, :], mask=is_data, other=0.0)
+    queries = tl.load(q_row + d[None, :], mask=is_data, other=0.0).to(dtype)
 
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-    if CODE == 1:
+    if (CODE == 1) | (CODE == 3):
         scores = scores * k_factor[None, :]
     is_seen = seen[None, :]
     if NODES > 1:
@@ -98,7 +99,7 @@ def store_own(
     p_low = p.to(dtype)
     ones = tl.full([NODES * SPAN, ONES], 1.0, dtype)
     row_sum = tl.max(tl.dot(p_low, ones, input_precision="ieee"), 1)
-    if CODE == 1:
+    if (CODE == 1) | (CODE == 3):
         p_low = (p * (v_factor * GAIN)[None, :]).to(dtype)
     acc = tl.dot(p_low, values, input_precision="ieee")
     at = own_at + t * (HEADS * GROUP) + q_head
@@ -181,7 +182,8 @@ def merge_rows(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, NODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr, SPAN: tl.constexpr, GROUPS: tl.constexpr, LEAVES: tl.constexpr,
-    OWNER: tl.constexpr, CODE: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr,
+    OWNER: tl.constexpr, CODE: tl.constexpr, GAIN: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The own keys of NODES rows under one kv head, then their parts from `attend_past`, in order.
 
@@ -207,7 +209,7 @@ def merge_rows(
         own_at, node, head, stride_q,
         stride_page, stride_kind, stride_head, stride_slot,
         stride_scale_page, stride_scale_kind, stride_scale_head, stride_scale_slot,
-        HEADS, GROUP, DIM, DIM_PAD, PAGE, NODES, BLOCK_M, SPAN, CODE, GAIN,
+        HEADS, GROUP, DIM, DIM_PAD, PAGE, NODES, BLOCK_M, SPAN, CODE, GAIN, HALF,
     )  # fmt: skip
     if PDL:
         gdc_wait()

@@ -24,12 +24,15 @@ from chatkv.attention.triton_kernels import attend_past
 from chatkv.attention.triton_launch import Launch, Owner, Partition, balance, pays_wide
 from chatkv.attention.triton_merge import merge_rows
 from chatkv.attention.triton_plan import plan_rows
+from chatkv.attention.triton_store import CODES
 from chatkv.errors import BackendUnavailable
 
 LARGEST_HEAD = 256
 MOST_MIXED = 32
 """Sequences; more of them fill a device anyway."""
 OWNERS: dict[Owner, int] = {"leaf": 0, "group": 1, "either": 2}
+PAIRED = (torch.int8, torch.float8_e4m3fn)
+SHORT = (torch.bfloat16, torch.float16)
 GAINS = {torch.int8: 64, torch.float8_e4m3fn: 256}
 """Powers of two that keep probability times value scale out of float16's subnormals."""
 
@@ -173,6 +176,7 @@ class TritonBackend:
         if plan.max_rows == 0:
             return out, lse
         group = num_heads // num_kv_heads
+        interpreted = bool(triton.knobs.runtime.interpret)
         partition = self.partition or Partition.of(num_kv_heads)
         launch = self.launch or Launch.of(
             plan.max_rows * group,
@@ -182,6 +186,7 @@ class TritonBackend:
             plan.length,
             partition,
             quantised=scales is not None,
+            in_pairs=pages.dtype in PAIRED,
             is_mixed=plan.is_mixed,
             can_be_wide=can_be_wide(call, q, pages, partition.tile),
             pdl=supports_pdl(q.device),
@@ -200,8 +205,10 @@ class TritonBackend:
         }
         stored = {
             "DIM_PAD": triton.next_power_of_2(head_dim),
-            "CODE": 0 if scales is None else (2 if pages.dtype == torch.uint8 else 1),
+            "CODE": CODES.get(pages.dtype, 0),
             "GAIN": GAINS.get(pages.dtype, 1),
+            # Codes and their scales fit float16, which is finer than bfloat16.
+            "HALF": pages.dtype in CODES and q.dtype in SHORT and not interpreted,
         }
         gathered = {
             "NODES": launch.nodes,
@@ -216,7 +223,10 @@ class TritonBackend:
             q = q.contiguous()
         if scales is None:
             scales = pages
-        strides = (partials[0].shape[1], q.stride(0), *pages.stride()[:4], *scales.stride()[:4])
+        # Pairs of neighbouring codes: see `triton_tiles.codes_of`.
+        tiles = pages.view(torch.int16) if pages.dtype in PAIRED else pages
+        shape = (partials[0].shape[1], q.stride(0))
+        strides = (*shape, *tiles.stride()[:4], *scales.stride()[:4])
         page_table, rows = call.page_table.contiguous(), plan.max_rows * group
         if launch.wide:
             assert can_be_wide(call, q, pages, partition.tile)
@@ -237,7 +247,7 @@ class TritonBackend:
             pairs = call.num_sequences * num_kv_heads
             attend_past[(blocks, pairs, parts)](
                 q,
-                pages,
+                tiles,
                 scales,
                 page_table,
                 plan.sequences,
@@ -271,7 +281,9 @@ class TritonBackend:
             lse,
             factor,
             call.num_sequences,
-            *strides,
+            *shape,
+            *pages.stride()[:4],
+            *scales.stride()[:4],
             ROWS=triton.next_power_of_2(launch.nodes * group),
             num_warps=4,
             num_stages=1,

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from chatkv.attention.triton_store import CODES
 from chatkv.attention.triton_tiles import load_tile
 from chatkv.models.launch_options import EXACT, pdl_options
 
@@ -87,7 +88,8 @@ def attend_chunk(
         codes = {
             "COLUMNS": pages.shape[4],
             "PER_SLOT": scales.shape[4],
-            "CODE": 2 if pages.dtype == torch.uint8 else 1,
+            "CODE": CODES[pages.dtype],
+            "HALF": pages.dtype == torch.uint8 and q.dtype == torch.bfloat16,
         }
     kernel[(heads, triton.cdiv(rows, ROWS_A_PROGRAM))](
         q,
@@ -245,7 +247,7 @@ def _attend_codes(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
     HOLES: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr, PER_SLOT: tl.constexpr,
-    CODE: tl.constexpr,
+    CODE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """`_attend` over quantised pages: one loop, in which every turn is masked."""
     if PDL:
@@ -264,7 +266,9 @@ def _attend_codes(
     is_data = (m < rows)[:, None] & (d < DIM)[None, :]
     at = (m.to(tl.int64)[:, None] * HEADS + head) * DIM + d[None, :]
     queries = tl.load(q + at, mask=is_data, other=0.0)
-    dtype: tl.constexpr = q.dtype.element_ty
+    # int4 comes with its scales in it: float16 rounds that less.
+    dtype: tl.constexpr = tl.float16 if HALF else q.dtype.element_ty
+    queries = queries.to(dtype)
     SLOTS: tl.constexpr = HEADS // GROUP * PAGE
     row_max = tl.full([BLOCK_M], EMPTY_MAX, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)

@@ -58,6 +58,9 @@ def test_many_rows_are_wide_where_that_can_be():
 def test_what_decides_bits_of_quantised_pages_does_not_follow_the_call(sequences: int):
     found = [launch(rows, sequences, quantised=True) for rows in (1, 16, 64, 256)]
     assert {(each.block_m, each.nodes) for each in found} == {(64, 1)}
+    pairs = [launch(rows, sequences, quantised=True, in_pairs=True) for rows in (1, 16, 17, 256)]
+    assert [each.block_m for each in pairs] == [16, 16, 64, 64]
+    assert launch(4, 8, length=65536, quantised=True, in_pairs=True).owner == "leaf"
 
 
 def test_leaves_cost_more_the_more_rows_write_them():
