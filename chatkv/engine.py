@@ -21,6 +21,7 @@ from chatkv.forget import Limits, Slide, reserve_tokens
 from chatkv.grammar import Grammars
 from chatkv.kv.chain import Chain
 from chatkv.kv.format import KVFormat
+from chatkv.kv.gauges import Gauges, gauges
 from chatkv.kv.keys import fingerprint, root_key
 from chatkv.kv.layout import stages
 from chatkv.kv.ops import Op, check_ops
@@ -116,6 +117,7 @@ class Engine:
         self.drafting.controller.recall(known)
         self.prompts.tap_rows, self.prompts.read = self.drafting.tap_rows, self.drafting.read
         self._next_id = 0
+        self._live: dict[int, Sequence] = {}
 
     def add(
         self,
@@ -162,7 +164,7 @@ class Engine:
         chain = Chain(root, self.pool.page_size, ids, flags)
         for op in ops:
             chain.add(op)
-        return Sequence(
+        seq = self._live[self._next_id] = Sequence(
             id=self._next_id,
             tokens=ids,
             sampled=flags,
@@ -176,6 +178,7 @@ class Engine:
             slide=slide,
             reply=reply,
         )
+        return seq
 
     def preview(self, tokens: Seq[int], sampled: Seq[bool], salt: bytes | None = None) -> Preview:
         """What a prompt of these tokens would cost now. Reads and computes nothing."""
@@ -262,8 +265,13 @@ class Engine:
         self.drafting.observe(seqs, accepted, record)
         return [gained.tokens for gained in accepted]
 
+    def gauges(self) -> Gauges:
+        """Who holds the pool's bytes right now."""
+        return gauges(self.pool, [seq.table for seq in self._live.values()])
+
     def finish(self, seq: Sequence) -> DraftStats:
         """Keep what can be used again, on disk too, and give the sequence's pages back."""
+        self._live.pop(seq.id, None)
         self.prompts.finish(seq)
         seq.table.release()
         stats = self.drafting.drop(seq)

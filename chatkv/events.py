@@ -161,6 +161,8 @@ class Usage:
     """Prompt tokens whose K/V were found in memory or on disk."""
     prompt_n: int = 0
     """Prompt tokens that were computed for this reply."""
+    reusable_tokens: int = 0
+    """Prompt tokens that had been computed before, so that they might have been found."""
     prompt_ms: float = 0.0
     predicted_n: int = 0
     predicted_ms: float = 0.0
@@ -187,6 +189,13 @@ class Usage:
     """Tokens of the conversation that the model does not see."""
     pages_used: int = 0
     pages_total: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the reusable tokens that were found; None if nothing was reusable."""
+        if not self.reusable_tokens:
+            return None
+        return min(self.cached_tokens, self.reusable_tokens) / self.reusable_tokens
 
     @property
     def tokens_per_step(self) -> float:

@@ -26,6 +26,8 @@ from chatkv.errors import (
 from chatkv.events import Delta, Done, Event, Failed, Ready, Rendered, Usage
 from chatkv.sampling import SamplingParams
 from sessions import deletion
+from sessions.counters import is_low
+from sessions.hits import EngineWords, low_hit
 from sessions.port import (
     ChatPort,
     ChatRow,
@@ -280,6 +282,8 @@ class Chat:
                 else:
                     reply.heard = True
                     reply.take(event)
+                if isinstance(event, Done) and is_low(event.usage):
+                    event = self._with_reason(event, reply.tok_fp)
                 if isinstance(event, Done) and self._notice:
                     event = replace(event, notice=f"{self._notice} {event.notice}".strip())
                     self._notice = ""
@@ -289,6 +293,15 @@ class Chat:
                 with suppress(StoreError):
                     reply.close("interrupted")
             self._reload()
+
+    def _with_reason(self, done: Done, tok_fp: bytes) -> Done:
+        """The end of a reply with why so little of what was there was found."""
+        assert self._row is not None
+        rate = done.usage.hit_rate or 0.0
+        with suppress(StoreError, EngineLost):
+            why = low_hit(self._store, self._row.id, rate, EngineWords(self._engine, tok_fp))
+            return replace(done, notice=f"{done.notice} {why}".strip())
+        return done
 
     def _ready(self, reply: _Reply, parent: TurnPath) -> Ready:
         """Wait for the engine. A model that cannot be loaded has refused the prompt; one that was

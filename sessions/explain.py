@@ -6,8 +6,11 @@ each reply was stored with. Knows no engine and no page.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from sessions.counters import Sums
 from sessions.divergence import Decoder, Divergence, Prompt, count
 from sessions.store import ChatStore
 
@@ -36,6 +39,8 @@ class TurnReport:
     """None for a turn that was never answered to its end: nothing was counted."""
     reused: int | None
     computed: int | None
+    hit_rate: float | None
+    """Reused over what could have been; None if nothing could, or nobody counted."""
     restored_pages: int
     """From disk."""
     host_pages: int
@@ -68,6 +73,11 @@ def explain(
     return [_report(Prompt(store, path[: place + 1], tokenizer)) for place in range(1, len(path))]
 
 
+def explain_last(store: ChatStore, session_id: str, tokenizer: Decoder | None = None) -> TurnReport:
+    """Of the last turn of the open path alone."""
+    return _report(Prompt(store, store.path(session_id), tokenizer))
+
+
 def _report(prompt: Prompt) -> TurnReport:
     row, usage = prompt.turn.turn, prompt.turn.turn.usage
     reused, divergence = count(usage, "cached_tokens"), prompt.divergence()
@@ -90,6 +100,7 @@ def _report(prompt: Prompt) -> TurnReport:
         prompt_tokens=prompt.total,
         reused=reused,
         computed=count(usage, "prompt_n"),
+        hit_rate=_hit_rate(usage),
         restored_pages=count(usage, "restored_pages") or 0,
         host_pages=count(usage, "host_pages") or 0,
         verified=usage.get("verified"),
@@ -99,6 +110,12 @@ def _report(prompt: Prompt) -> TurnReport:
         spans=spans,
         divergence=divergence,
     )
+
+
+def _hit_rate(usage: Mapping[str, Any]) -> float | None:
+    turn = Sums()
+    turn.add_stored(usage)
+    return turn.hit_rate
 
 
 def _known(prompt: Prompt, total: int, divergence: Divergence | None) -> int:

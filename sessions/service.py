@@ -33,6 +33,7 @@ from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import ReplyText, Sequence, spans_of
 from chatkv.spec.stats import DraftStats
+from sessions.counters import Window
 from sessions.pages import SqlitePageStore
 from sessions.port import PathMessage, Request
 from sessions.token_log import StoredLog
@@ -70,6 +71,8 @@ class EngineService:
         self.log = log
         self.notice = notice
         self._said = ""
+        self.window = Window()
+        """What the cache was worth lately."""
 
     def ready(self) -> Ready:
         """What a front needs to know before its first request."""
@@ -104,8 +107,10 @@ class EngineService:
             )
 
     def call(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Small questions: `kv_stats`, `explain_drafting`, `set_spec`, `purge`."""
+        """Small questions: `texts`, `kv_stats`, `explain_drafting`, `set_spec`, `purge`."""
         match name:
+            case "texts":
+                return {"texts": [self._text(int(token)) for token in args["ids"]]}
             case "kv_stats":
                 return self._kv_stats()
             case "explain_drafting":
@@ -204,6 +209,7 @@ class EngineService:
             prompt_tokens=seq.prompt_tokens,
             cached_tokens=report.reused,
             prompt_n=report.computed,
+            reusable_tokens=min(report.known, report.reused + report.computed),
             prompt_ms=prompt_ms,
             predicted_n=len(ids),
             predicted_ms=decode_ms,
@@ -221,6 +227,7 @@ class EngineService:
             pages_used=self.engine.pool.used,
             pages_total=self.engine.pool.num_pages,
         )
+        self.window.add(usage)
         return Done(
             finish_reason=seq.finish_reason,
             text=seq.reply.text,
@@ -348,6 +355,8 @@ class EngineService:
             "page_bytes": pool.payload_bytes(pool.page_size),
             "cached_pages": prefix.pages,
             "evicted_pages": prefix.evicted,
+            **asdict(self.engine.gauges()),
+            "window": self.window.sums().to_json(),
             "host": asdict(self.engine.tiers.host.stats()),
             "rates": self.engine.tiers.rates.to_json(),
             "disk": None if self.pages is None else asdict(self.pages.stats()),

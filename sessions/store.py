@@ -13,7 +13,7 @@ from typing import Any
 
 from sessions import listing, removal, tree
 from sessions import search as words
-from sessions.columns import dump_json
+from sessions.columns import dump_json, load_object
 from sessions.forgets import ForgetStore
 from sessions.records import Match, PurgeRow, SessionRow, SessionSummary
 from sessions.storefile import MEMORY
@@ -61,6 +61,12 @@ class ChatStore(ForgetStore):
             rows = listing.summaries(self._db, trash=trash, limit=limit, sort=sort, among=among)
             texts = words.excerpts(self._db, query, [hits[r.id] for r in rows if r.id in hits])
             return [replace(row, match=texts.get(hits.get(row.id, 0), "")) for row in rows]
+
+    def turn_usage(self) -> list[tuple[int, dict[str, Any]]]:
+        """When each turn of all conversations began, in Unix milliseconds, and its numbers."""
+        with self._reading():
+            rows = self._db.execute("SELECT id, created_at, usage FROM turns WHERE depth > 0")
+            return [(at, load_object(usage, f"turn {row}")) for row, at, usage in rows.fetchall()]
 
     def _named(self, query: str) -> set[str]:
         """Ids of sessions with all these words in their name."""

@@ -77,6 +77,8 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         },
         "reuse": {
             "tokens": usage.cached_tokens,
+            "reusable_tokens": usage.reusable_tokens,
+            "hit_rate": None if usage.hit_rate is None else round(usage.hit_rate, 4),
             "reason": usage.reuse_reason,
             "detail": usage.reuse_detail,
             "restored_pages": usage.restored_pages,

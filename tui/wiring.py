@@ -7,6 +7,7 @@ The one place where the terminal names their classes; commands, screen and tests
 from __future__ import annotations
 
 import os
+import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -217,6 +218,32 @@ def disk_stats(settings: Settings) -> dict[str, Any]:
     with closing(opened.store) as store:
         found = asdict(store.stats())
     return {name: found[name] for name in (*names, "limit_bytes")}
+
+
+def reuse_stats(settings: Settings, ref: str | None = None) -> dict[str, Any]:
+    """What the cache was worth, from the turns in chat.db: `all` and `window`, and with a chat its
+    last `turn` and the `session`. Raises UnknownSession."""
+    from sessions.counters import WINDOW_S, Sums
+    from sessions.store import ChatStore
+
+    found: dict[str, Sums] = {"all": Sums(), "window": Sums()}
+    path = settings.folders.chat_db
+    if ref is not None:
+        found = {"turn": Sums(), "session": Sums(), **found}
+    if path.exists() or ref is not None:
+        since = int(1000 * (time.time() - WINDOW_S))
+        with ChatStore(path) as store:
+            for created_at, usage in store.turn_usage():
+                found["all"].add_stored(usage)
+                if created_at >= since:
+                    found["window"].add_stored(usage)
+            if ref is not None:
+                turns = store.path(store.find(ref).id)[1:]
+                for turn in turns:
+                    found["session"].add_stored(turn.turn.usage)
+                if turns:
+                    found["turn"].add_stored(turns[-1].turn.usage)
+    return {name: sums.to_json() for name, sums in found.items()}
 
 
 def page_round_trip(path: Path) -> bool:

@@ -146,6 +146,10 @@ def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
         "context": f"{usage.context_used} of {usage.context_limit} tokens",
         "prompt": f"{usage.prompt_tokens} tokens",
         "reused": f"{usage.cached_tokens} tokens ({reuse_words(usage)})",
+        "hit rate": "-"
+        if usage.hit_rate is None
+        else f"{100 * usage.hit_rate:.0f} % of what "
+        f"could be reused ({usage.reusable_tokens} tokens)",
         "computed": f"{usage.prompt_n} tokens in {usage.prompt_ms:.0f} ms",
         "restored": f"{restored_words(usage)} in {usage.restore_ms:.0f} ms",
         "reply": f"{usage.predicted_n} tokens in {usage.predicted_ms:.0f} ms, {tps}",

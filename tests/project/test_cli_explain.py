@@ -83,7 +83,7 @@ def test_an_edit_of_turn_3_of_8_names_the_position_and_both_texts(chatkv, edited
 def test_for_people_it_is_a_table_and_both_texts(chatkv, edited):
     out = chatkv("explain", "planning").out
     head, *rows = out.splitlines()
-    assert head.split() == ["turn", "prompt", "reused", "computed", "time", "why"]
+    assert head.split() == ["turn", "prompt", "reused", "hit", "computed", "time", "why"]
     assert f"diverged at token {edited['reused']}: edit" in rows[2]
     assert "pages from disk, verified" in rows[2]
     assert f"turn 3 differs at token {edited['reused']} (edit)" in out

@@ -53,9 +53,9 @@ def explain(found: Globals, ref: str, preview: bool, at: str | None, as_json: bo
     if not reports:
         found.note("This chat has no turn yet.")
         return
-    table = [["turn", "prompt", "reused", "computed", "time", "why"]]
+    table = [["turn", "prompt", "reused", "hit", "computed", "time", "why"]]
     table += [_cells(report) for report in reports]
-    for text in output.columns(table, right=(0, 1, 2, 3, 4)):
+    for text in output.columns(table, right=(0, 1, 2, 3, 4, 5)):
         output.line(text)
     for report in reports:
         if report.divergence is not None:
@@ -78,7 +78,8 @@ def _preview(found: Globals, ref: str, at: str | None, as_json: bool) -> None:
 
 
 def _cells(report: TurnReport) -> list[str]:
-    numbers = (report.prompt_tokens, report.reused, report.computed)
+    hit = "-" if report.hit_rate is None else f"{100 * report.hit_rate:.0f}%"
+    numbers = (report.prompt_tokens, report.reused, hit, report.computed)
     time = "" if report.prompt_ms is None else f"{report.prompt_ms:.0f} ms"
     return [str(report.turn), *("" if n is None else str(n) for n in numbers), time, _why(report)]
 

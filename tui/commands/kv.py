@@ -18,6 +18,7 @@ from tui.settings import Settings
 if TYPE_CHECKING:
     from sessions.cachefile import CacheFile
 
+NAMED = ("prompt_tokens", "reused_tokens", "reusable_tokens", "hit_rate", "reuse_share")
 SIZES = {"payload_bytes", "file_bytes", "limit_bytes", "freed_bytes"}
 
 
@@ -26,15 +27,44 @@ def kv() -> None:
     """The page cache on disk. Deleting kv.db is always allowed: it costs time and nothing else."""
 
 
-@kv.command(cls=Command, short_help="Pages, tokens and bytes.")
+@kv.command(cls=Command, short_help="Pages and bytes, and what reuse was worth.")
+@click.argument("ref", metavar="[ID]", required=False)
 @json_option
 @click.pass_obj
-def stats(found: Globals, as_json: bool) -> None:
-    """Pages, tokens and bytes that kv.db holds."""
+def stats(found: Globals, ref: str | None, as_json: bool) -> None:
+    """Pages, tokens and bytes that kv.db holds, and how much of the prompts was reused.
+
+    Rates are ratios of sums: over all chats and the last minutes, and with ID over its last turn
+    and all of its turns. What each number means stands below them.
+    """
+    from sessions.counters import DEFINITIONS
+
     settings = found.settings()
     data = wiring.disk_stats(settings)
     data["path"] = str(settings.folders.kv_db)
+    reuse = wiring.reuse_stats(settings, ref)
+    shown = {key: DEFINITIONS[key] for key in DEFINITIONS if key in NAMED or key in reuse}
+    if as_json:
+        output.write_json({**data, "reuse": reuse, "definitions": shown})
+        return
     _print(data, as_json)
+    output.line("")
+    table = [["reuse", "turns", "prompt", "reused", "reusable", "hit rate", "share"]]
+    table += [[name, *_cells(sums)] for name, sums in reuse.items()]
+    for text in output.columns(table, right=(1, 2, 3, 4, 5, 6)):
+        output.line(text)
+    output.line("")
+    for text in output.columns([[name, about] for name, about in shown.items()]):
+        output.line(text)
+
+
+def _cells(sums: dict[str, Any]) -> list[str]:
+    names = ("turns", "prompt_tokens", "reused_tokens", "reusable_tokens")
+    rates = (sums["hit_rate"], sums["reuse_share"])
+    return [
+        *(f"{sums[name]:,}" for name in names),
+        *("-" if rate is None else f"{100 * rate:.1f} %" for rate in rates),
+    ]
 
 
 @kv.command(cls=Command, short_help="Read and check every page.")

@@ -143,6 +143,8 @@ class StatusBar(Widget):
         if usage.prompt_tokens:
             parts.append((3, f"reused {usage.cached_tokens}/{usage.prompt_tokens}"))
             parts.append((5, f"computed {usage.prompt_n}"))
+        if usage.hit_rate is not None and usage.hit_rate < 1:
+            parts.append((4, f"hit {100 * usage.hit_rate:.0f}%"))
         if usage.steps:
             parts.append((4, f"{usage.tokens_per_step:.1f}/step"))
         if usage.predicted_ms:
