@@ -6,6 +6,7 @@ The result of a row is the fold of its own keys, then group 0, 1, ..., each the 
 
 # Kernel bodies are not Python to a type checker.
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ on the device, so that one captured graph serves every `start`.
 
 # Kernel bodies are not Python to a type checker.
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _score(
             logits = reader.read([tables[n][i] for i in live], parts)
             if not any(at):
                 first.append(logits)
-            found = torch.from_numpy(logits).log_softmax(-1)
+            found = torch.as_tensor(logits).log_softmax(-1)
             base = found if base is None else base
             sums[n].add(base, found, torch.tensor(behind))
         for i, part in zip(live, parts, strict=True):
