@@ -67,7 +67,7 @@ def chain_batch(
 def chains_batch(tables: Seq[PageTable], parts: Seq[Seq[int]], slots: Seq[Slots]) -> ForwardBatch:
     """Ids right behind what each table holds, one after another; logits of all."""
     counts = zip(tables, parts, strict=True)
-    positions = [table.length + np.arange(len(ids), dtype=np.int32) for table, ids in counts]
+    positions = [table.position + np.arange(len(ids), dtype=np.int32) for table, ids in counts]
     tokens = np.concatenate([np.array(ids, np.int32) for ids in parts])
     return _batch(tables, tokens, np.concatenate(positions), slots, ancestors=None, logit_rows=None)
 

@@ -29,12 +29,16 @@ def gauges(pool: PagePool, tables: Iterable[PageTable]) -> Gauges:
     """Of a pool with these live tables."""
     holders: Counter[int] = Counter()
     rows: dict[int, int] = {}
+    size = pool.page_size
     for table in tables:
-        left = table.length
-        for page in table.pages:
-            holders[page] += 1
-            rows[page] = max(rows.get(page, 0), min(pool.page_size, max(0, left)))
-            left -= pool.page_size
+        holes = table.holes()
+        for entry, page in enumerate(table.pages):
+            low, high = (0, size) if holes is None else map(int, holes.valid[entry])
+            count = max(0, min(high, table.length - entry * size) - low)
+            # A page whose keys were turned keeps the one that it was made from.
+            for held in {page, table.originals.get(entry, page)}:
+                holders[held] += 1
+                rows[held] = max(rows.get(held, 0), count)
     page_bytes, used = pool.payload_bytes(pool.page_size), len(holders)
     return Gauges(
         used_bytes=used * page_bytes,
