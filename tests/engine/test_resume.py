@@ -288,25 +288,3 @@ def test_ids_of_no_token_are_made_anew(start):
     made, tokens, _ = service._render([message])
     assert [one.index for one in made] == [0]
     assert max(tokens) < service.engine.model.spec.vocab_size
-
-
-LONG = "the cat sat on the mat and the dog lay on the rug, " * 5
-
-
-def test_a_turn_that_finds_little_of_what_was_there_says_why(start: Callable[..., Program]) -> None:
-    chat = start(kv=False).chats.new()
-    first = say(chat, LONG)
-    assert (first.usage.reusable_tokens, first.usage.hit_rate) == (0, None)
-    second = say(chat, PROMPTS[1])
-    assert second.usage.hit_rate == 1
-    assert "hit" not in second.notice
-    program = start(kv=False)  # nothing was stored
-    third = say(program.chats.open("@last"), PROMPTS[2])
-    assert third.usage.reusable_tokens > 256
-    assert third.usage.hit_rate == 0
-    assert "hit 0 %: " in third.notice
-    stats = program.engine.call("kv_stats")
-    assert (stats["window"]["turns"], stats["window"]["hit_rate"]) == (1, 0)
-    parts = [stats[f"{name}_bytes"] for name in ("used", "cached", "free")]
-    assert sum(parts) == stats["pages_total"] * stats["page_bytes"]
-    assert stats["used_bytes"] == 0

@@ -114,8 +114,9 @@ def test_a_prompt_is_the_same_in_any_pieces_and_near_the_step(name: str, kv: KVF
     given = prefill(model, whole, ids, [])
     np.testing.assert_array_equal(prefill(model, parts, ids, [3, 400, 513]), given)
     assert rows(whole) == rows(parts)
-    for at in range(0, 700, 50):
-        logits = step(model, stepped, ids[at : at + 50])
+    for at in range(0, 650, 50):
+        step(model, stepped, ids[at : at + 50])
+    logits = step(model, stepped, ids[650:])
     exact = prefill(model, table_of(model, PLAIN), ids, [])
     for found in (given, logits):
         error = np.linalg.norm(found - exact) / np.linalg.norm(exact)

@@ -12,6 +12,7 @@ from fakes import ByteTokenizer, TinyModel
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.errors import EngineLost
+from chatkv.events import Done
 from sessions.chat import Chats
 from sessions.local import LocalEngine
 from sessions.pages import SqlitePageStore
@@ -59,6 +60,7 @@ def edited(tmp_path) -> dict[str, int]:
     with program(tmp_path / "data") as chats:
         chat = chats.open("planning")
         (*_, done) = chat.edit(chat.turns()[2].id, "Is it prime?")
+    assert isinstance(done, Done)
     return {"reused": done.usage.cached_tokens, "prompt": done.usage.prompt_tokens}
 
 
