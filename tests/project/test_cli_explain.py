@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, TinyModel
@@ -25,7 +26,7 @@ COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
 
 @contextmanager
 def program(data: Path) -> Iterator[Chats]:
-    model = TinyModel(context_limit=1024)
+    model: Any = TinyModel(context_limit=1024)
     store = ChatStore(data / "chat.db")
     identity = model.identity(model.page_size)
     pages = SqlitePageStore(data / "kv" / "kv.db", identity, limit_bytes=1 << 30)
