@@ -10,6 +10,7 @@ comes behind it is computed without what it drops, the first time and every othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from chatkv.batch import chain_batch
-from chatkv.errors import OutOfPages
+from chatkv.errors import OutOfPages, StoreError
 from chatkv.kv.keys import op_key, page_key, page_keys
 from chatkv.kv.layout import Span, stages
 from chatkv.kv.planner import Rates
@@ -306,15 +307,16 @@ class Prompts:
             return "off", "pages are not stored"
         if not tiers.reads_disk:
             return "off", "nothing is read from disk (kv.restore never)"
-        place = seq.table.num_tokens
-        check = tiers.disk.quarantined(seq.chain.at(self._tail(seq)[0]))
-        if check:
-            return "damaged", check
-        if place < self.pool.page_size:
-            fields = tiers.disk.other_models(seq.tokens, seq.sampled)
-            if fields:
-                return "fingerprint", ", ".join(fields)
-        gone = tiers.disk.snapshot(seq.chain.at(report.known)) is not None
+        gone = False
+        with suppress(StoreError):  # a reason is worth no reply
+            check = tiers.disk.quarantined(seq.chain.at(self._tail(seq)[0]))
+            if check:
+                return "damaged", check
+            if seq.table.num_tokens < self.pool.page_size:
+                fields = tiers.disk.other_models(seq.tokens, seq.sampled)
+                if fields:
+                    return "fingerprint", ", ".join(fields)
+            gone = tiers.disk.snapshot(seq.chain.at(report.known)) is not None
         return "evicted" if gone else "not_stored", ""
 
     def _proved(self, seq: Sequence) -> bool | None:

@@ -146,7 +146,7 @@ class Chat:
         path: list[TurnPath] = []
         if self._row is not None:
             path = self._path if turn_id is None else self._store.path(self._row.id, turn_id)
-        messages, _ = _messages([turn for turn in path if turn.shown], tok_fp)
+        messages, _ = path_messages([turn for turn in path if turn.shown], tok_fp)
         salt = None if self._row is None else self._row.settings.get(KV_SALT)
         told = self._engine.call("preview", messages=[asdict(m) for m in messages], salt=salt)
         return Preview(**told)
@@ -179,7 +179,7 @@ class Chat:
         if not text.strip():
             raise UsageError("The prompt is empty.", hint="Type something, or give a file with -f.")
         self._begin_session()
-        yield from self._turn(self._path[-1], text)
+        yield from self._turn(self._end(), text)
 
     def again(self) -> Iterator[Event]:
         turn = self._last_turn("answer again")
@@ -260,9 +260,8 @@ class Chat:
         sampling = {**self._sampling}
         sampling.setdefault("seed", secrets.randbits(63))
         _checked(sampling)
-        begun = self._store.begin_turn(
-            self._row.id, self._path[-1].turn.id, parent.turn.id, text, sampling
-        )
+        last = self._end().turn.id
+        begun = self._store.begin_turn(self._row.id, last, parent.turn.id, text, sampling)
         self._follow(begun)
         reply = _Reply(self._store, begun)
         try:
@@ -271,7 +270,7 @@ class Chat:
             reply.model = ready.model
             *before, last = self._path
             shown = [*(turn for turn in before if turn.shown), last]
-            messages, owners = _messages(shown, reply.tok_fp)
+            messages, owners = path_messages(shown, reply.tok_fp)
             request = Request(messages, sampling, self._spec, self._row.settings.get(KV_SALT))
             for event in self._engine.generate(request):
                 if isinstance(event, Rendered):
@@ -357,6 +356,18 @@ class Chat:
             self._row = self._store.session(self._row.id)
             self._path = self._store.path(self._row.id)
 
+    def _end(self) -> TurnPath:
+        """The turn to go on from. One that another chatkv is still answering is none: what is said
+        meanwhile becomes a fork beside it."""
+        last = self._path[-1]
+        if last.turn.state != "open":
+            return last
+        (fresh,) = self._store.turns([last.turn.id])
+        if fresh.turn.state == "open":
+            return self._path[-2]
+        self._path[-1] = fresh
+        return fresh
+
     def _last_turn(self, verb: str) -> TurnPath:
         if len(self._path) < 2:
             raise UsageError(f"There is nothing to {verb} yet.", hint="Send a prompt first.")
@@ -440,7 +451,7 @@ class _Reply:
             self._saved_at = monotonic()
 
 
-def _messages(path: Sequence[TurnPath], tok_fp: bytes) -> tuple[list[PathMessage], list[int]]:
+def path_messages(path: Sequence[TurnPath], tok_fp: bytes) -> tuple[list[PathMessage], list[int]]:
     """A path as the engine takes it, and the row behind each message."""
     messages: list[PathMessage] = []
     owners: list[int] = []

@@ -8,11 +8,13 @@ rates and stores; no model. One lookup at a time, by the thread that owns the en
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from time import perf_counter
 from typing import Literal
 
+from chatkv.errors import StoreError
 from chatkv.kv.planner import Plan, Rates, plan
 from chatkv.kv.store import PageHead, PageImage, PageStore
 from chatkv.kv.swap import HostPages
@@ -55,7 +57,10 @@ class Tiers:
         exact: bool = True,
     ) -> None:
         self.host, self.disk, self.restore = host, disk, restore
-        self.rates = Rates.of(disk.kept_rates() if disk is not None else {})
+        self.rates = Rates()
+        if disk is not None:
+            with suppress(StoreError):  # they are measured anew
+                self.rates = Rates.of(disk.kept_rates())
         self._token_bytes = token_bytes
         self._may_compare = self._compares = restore == "auto" and exact
         self.look = Lookup()

@@ -17,7 +17,7 @@ from chatkv.kv.chain import Chain
 from chatkv.kv.layout import Stage
 from chatkv.kv.restore import find_prefix
 from sessions import pagefile
-from sessions.chat import _messages
+from sessions.chat import path_messages
 
 
 class FailsAtPage:
@@ -59,7 +59,9 @@ def test_23_the_pool_is_as_it_was(sampled, error):
     before, used = pool.data[:, held].clone(), pool.used
     chat = next(row for row in program.chats.chats() if row.turns == 2)
     path = program.store.path(chat.id)
-    messages, _ = _messages([turn for turn in path if turn.shown], program.model.tokenizer.tok_fp())
+    messages, _ = path_messages(
+        [turn for turn in path if turn.shown], program.model.tokenizer.tok_fp()
+    )
     _, tokens, flags = program.engine.service._render(messages)
     store: Any = FailsAtPage(program.pages, error, 3)
     chain = Chain(program.core.root_key, pool.page_size, tokens, flags)

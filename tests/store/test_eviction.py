@@ -101,6 +101,22 @@ def test_the_budget_is_kept_while_writing(kv_path, maker):
     assert kv_path.stat().st_size < limit * 9 // 8 + (5 << 20)
 
 
+def test_the_file_is_never_more_than_a_twentieth_over_the_budget(kv_path, maker):
+    """Pages of the size of the default model's, whole ones and tails, far more than fit."""
+    maker.TOKENS, maker.TOKEN_BYTES = 16, 30 * 2 * 3 * 64 * 2
+    maker.IDENTITY = {**maker.IDENTITY, "layers": 30, "kv_heads": 3, "page_tokens": 16}
+    limit, largest = 24 << 20, 0
+    pages = maker.open(kv_path, limit_bytes=limit)
+    for number in range(20):
+        start, length = 1000 * number, 16 * (number % 7) + 1 + number % 16
+        pages.write(maker.chain(pages.root, list(range(start, start + length))))
+        pages.end_turn()
+        largest = max(largest, kv_path.stat().st_size)
+    assert pages.stats().evicted_pages > 10
+    pages.close()
+    assert limit // 2 < max(largest, kv_path.stat().st_size) <= limit * 105 // 100
+
+
 def test_what_cannot_fit_is_not_written(kv_path, maker):
     pages = maker.open(kv_path, limit_bytes=100_000)
     assert pages.write(maker.chain(pages.root, [1, 2, 3, 4])) == 0

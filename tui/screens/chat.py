@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -303,7 +303,7 @@ class ChatScreen(Talk):
                 engine = await in_thread(self.app.engine.call, "kv_stats")
             except ChatKVError as error:
                 self.tell(error)
-        rows += [(safe_line(k.replace("_", " ")), safe_line(str(v))) for k, v in engine.items()]
+        rows += [(safe_line(name.replace("_", " ")), safe_line(v)) for name, v in _flat(engine)]
         self.app.push_screen(ShowTable(SafeText("Numbers of the last reply"), rows))
 
     def action_restart(self) -> None:
@@ -395,3 +395,13 @@ class ChatScreen(Talk):
 def _set_spec(chat: ChatPort, *, mode: str) -> None:
     if isinstance(chat, Drafting):
         chat.set_spec(mode)
+
+
+def _flat(found: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values, those of a part behind its name."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name} ")
+        elif value is not None:
+            shown = f"{value:,.0f}" if isinstance(value, float) else str(value)
+            yield prefix + name, shown
