@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from chatkv.kv.keys import op_key, page_key
 from chatkv.kv.ops import Op
@@ -90,8 +91,8 @@ class Chain:
         start = self._fronts[part]
         key = self._roots[part] if start == self._bases[part] else self._whole[start - self.size]
         while start < stop:
-            ids, sampled = self.ids, self.sampled
-            key = page_key(key, ids[start : start + self.size], sampled[start : start + self.size])
+            end = start + self.size
+            key = _whole_key(key, tuple(self.ids[start:end]), tuple(self.sampled[start:end]))
             self._whole[start] = key
             start += self.size
         self._fronts[part] = start
@@ -107,3 +108,9 @@ class Chain:
         """Links before the page that begins with the id at `first`, the root not counted."""
         part = bisect_right(self._bases, first) - 1
         return self._counts[part] + (first - self._bases[part]) // self.size
+
+
+@lru_cache(maxsize=1 << 13)
+def _whole_key(parent: bytes, ids: tuple[int, ...], sampled: tuple[bool, ...]) -> bytes:
+    # Kept: a long conversation asks for all its keys at every turn.
+    return page_key(parent, ids, sampled)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from chatkv.kv.ops import Op
@@ -80,12 +81,18 @@ class Stage:
 
 def stages(ops: Sequence[Op], page_size: int) -> list[Stage]:
     """The stage before any op, then the one behind each op. Raises ValueError for a restart."""
-    result = [Stage()]
-    for op in ops:
-        if op.restart:
-            raise ValueError("A restart is a path of its own: flatten it first.")
-        result.append(result[-1].after(op, page_size))
-    return result
+    known = tuple(ops)
+    return [_stage(known[:count], page_size) for count in range(len(known) + 1)]
+
+
+@lru_cache(maxsize=1024)
+def _stage(ops: tuple[Op, ...], page_size: int) -> Stage:
+    # Kept: each turn of a long conversation asks again for those before it.
+    if not ops:
+        return Stage()
+    if ops[-1].restart:
+        raise ValueError("A restart is a path of its own: flatten it first.")
+    return _stage(ops[:-1], page_size).after(ops[-1], page_size)
 
 
 def _rows(span: Span, op: Op) -> list[tuple[int, int]]:
