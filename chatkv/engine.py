@@ -180,10 +180,16 @@ class Engine:
         )
         return seq
 
-    def preview(self, tokens: Seq[int], sampled: Seq[bool], salt: bytes | None = None) -> Preview:
+    def preview(
+        self,
+        tokens: Seq[int],
+        sampled: Seq[bool],
+        salt: bytes | None = None,
+        ops: Seq[Op] = (),
+    ) -> Preview:
         """What a prompt of these tokens would cost now. Reads and computes nothing."""
         root = self.root_key if salt is None else root_key(self.fingerprint, salt)
-        return self.prompts.preview(root, list(tokens), list(sampled))
+        return self.prompts.preview(root, list(tokens), list(sampled), ops)
 
     def limits(self, max_tokens: int | None = None) -> Limits:
         """What a path has to fit here, for a reply of so many tokens."""

@@ -10,6 +10,7 @@ comes behind it is computed without what it drops, the first time and every othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,10 @@ import torch
 
 from chatkv.batch import chain_batch
 from chatkv.errors import OutOfPages, StoreError
-from chatkv.kv.keys import op_key, page_key, page_keys
+from chatkv.kv.chain import Chain
+from chatkv.kv.keys import op_key, page_key
 from chatkv.kv.layout import Span, stages
+from chatkv.kv.ops import Op
 from chatkv.kv.planner import Rates
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import PrefixCache
@@ -131,24 +134,39 @@ class Prompts:
                 self.tiers.rates.computed(report.computed - chosen, chosen, spent)
             yield logits
 
-    def preview(self, root: bytes, tokens: list[int], sampled: list[bool]) -> Preview:
+    def preview(
+        self, root: bytes, tokens: list[int], sampled: list[bool], ops: Seq[Op] = ()
+    ) -> Preview:
         """What `fill` would do for these tokens, by the same plan; rows inside a page not counted.
 
         Args:
             root: Key of the empty prefix.
             tokens: Ids of the path.
             sampled: One flag an id.
+            ops: What it forgot.
         """
-        size = self.pool.page_size
-        whole = len(tokens) // size * size
-        keys = page_keys(root, tokens[:whole], sampled[:whole], size)
+        size, chain = self.pool.page_size, Chain(root, self.pool.page_size, tokens, sampled)
+        for op in ops:
+            chain.add(op)
+        stage = stages(ops, size)[-1]
+        closed = {span.first: chain.stop(span.first) or span.first + size for span in stage.spans}
+        whole = range(stage.base, stage.base + (len(tokens) - stage.base) // size * size, size)
+        pages = [*closed.items(), *((first, first + size) for first in whole)]
+        keys = [chain.key(first, stop) for first, stop in pages]
         pool = len(list(takewhile(self.prefix.__contains__, keys)))
         host, plan, rates = 0, None, Rates()
         if self.tiers is not None:
+            self.tiers.begin(compares=not ops)
             host, plan = self.tiers.preview(keys[pool:])
             rates = self.tiers.rates
+        held, read = pool + host, plan.tokens if plan is not None and plan.restore else 0
+        for first, stop in pages[held:]:
+            held += read > 0
+            read -= min(read, stop - first)
         read = plan.tokens if plan is not None and plan.restore else 0
-        known = (pool + host) * size + read
+        # Without all that is left from before an op, everything is computed again.
+        whole_from = stage.base if held >= len(closed) else 0
+        known = pages[held - 1][1] if held > len(closed) else whole_from
         chosen = sum(sampled[known:])
         compute_s = rates.compute_s(len(tokens) - known - chosen, chosen)
         restore_s = plan.restore_s if plan is not None and read else 0.0
@@ -159,7 +177,7 @@ class Prompts:
             tokens=len(tokens),
             pool_pages=pool,
             host_pages=host,
-            disk_pages=read // size,
+            disk_pages=held - pool - host,
             disk_bytes=plan.num_bytes if plan is not None and read else 0,
             computed_tokens=len(tokens) - known,
             computed_pages=self.pool.pages_for(len(tokens) - known),

@@ -196,6 +196,18 @@ def test_a_long_window_is_bounded_and_keeps_its_pins() -> None:
     assert on.pool.used <= on.pool.num_pages
 
 
+def test_a_preview_counts_what_is_in_sight() -> None:
+    on, talk = engine(tiny("turns")), Talk("turns")
+    for prompt in prompts(6):
+        talk.say(on, prompt)
+    assert talk.ops
+    seen = on.preview(talk.ids, talk.sampled, ops=talk.ops)
+    assert seen.computed_tokens < 16 + 2
+    assert seen.tokens == len(talk.ids)
+    on.prefix.clear()
+    assert on.preview(talk.ids, talk.sampled, ops=talk.ops).computed_tokens == len(talk.ids)
+
+
 def test_what_does_not_fit_is_said() -> None:
     on = engine(TinyModel(), context=192)
     ids, flags = [1] * 150, [False] * 150
