@@ -298,3 +298,29 @@ def quality_table(result: Result) -> str:
             ]
         )
     return markdown([*head, "differing"], rows)
+
+
+def policy_table(result: Result) -> str:
+    """A row for each forget policy."""
+    head = [
+        "policy",
+        "tokens forgotten",
+        "left in sight",
+        "perplexity",
+        "all in sight",
+        "KL",
+        "top-1",
+    ]
+    rows = [
+        [
+            f"`{row['policy']}`",
+            number(row["forgotten"]),
+            number(row["in_sight"]),
+            number(row["perplexity"], 4),
+            number(row["perplexity_full"], 4),
+            f"{row['kl']:.1e}",
+            number(row["top1"], 4),
+        ]
+        for row in result["policies"]
+    ]
+    return markdown(head, rows)

@@ -19,12 +19,14 @@ import torch
 
 from chatkv.batch import chain_batch, chains_batch
 from chatkv.errors import BackendUnavailable, UsageError
+from chatkv.forget import Limits
 from chatkv.kv.format import NAMES, KVFormat
 from chatkv.kv.table import PageTable
 from chatkv.models.catalog import ModelFile
 from chatkv.models.devices import load_model
 from chatkv.models.model import Model
 from sessions.bench.about import about
+from sessions.bench.quality_forget import PolicyRow, measure_policy, policies
 from sessions.bench.quality_texts import Needles, chats, needles
 
 Logits = npt.NDArray[np.float32]
@@ -81,6 +83,8 @@ class Report:
     """Scored with each format."""
     needles: int
     rows: list[Row] = field(default_factory=list[Row])
+    policies: list[PolicyRow] = field(default_factory=list[PolicyRow])
+    """With plain pages, in chats that the model wrote; a policy that never acted is left out."""
     missing: dict[str, str] = field(default_factory=dict[str, str])
     """Formats that this device lacks, and why."""
 
@@ -158,11 +162,13 @@ def measure(
         progress(notice)
     limit = model.spec.context_limit - ROOM
     count = min(request.tokens, limit)
+    turns: list[list[int]] = []
     if request.texts:
         texts = [_read_text(model, path, count) for path in request.texts]
         names = [path.name for path in request.texts]
     else:
-        texts = chats(model, 3, count, progress)
+        made = chats(model, 3, count, progress)
+        texts, turns = [ids for ids, _ in made], [starts for _, starts in made]
         names = [f"chat {i + 1}, written by the model" for i in range(len(texts))]
     lengths = sorted({min(length, limit) for length in request.needle_lengths})
     room = max(sum(map(len, texts)), max(lengths, default=0)) + 4096
@@ -177,7 +183,28 @@ def measure(
             text = needles(model.tokenizer, length, request.needles)
             row.needles[str(length)] = reader.recall(text)
             progress(f"needles: {row.kv}, {length} tokens")
+    if turns:
+        talks = list(zip(texts, turns, strict=True))
+        for policy in policies(count // 2):
+            found = _policy(readers[0], policy, talks, count // 2)
+            report.policies += [found] if found is not None else []
+            progress(f"policy: {policy}")
     return report
+
+
+def _policy(
+    reader: Reader, policy: str, talks: Sequence[tuple[list[int], list[int]]], context: int
+) -> PolicyRow | None:
+    """What the policy loses in these chats, with plain pages."""
+    limits = Limits(
+        context=context,
+        reserve=context // 8,
+        trained=reader.model.spec.context_limit,
+        page_tokens=reader.pool.page_size,
+    )
+    return measure_policy(
+        policy, talks, limits, reader.read, reader.store, lambda: reader.tables(1)[0]
+    )
 
 
 def _readers(

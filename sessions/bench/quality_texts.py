@@ -62,10 +62,13 @@ class Needles:
 
 def chats(
     model: Model, count: int, tokens: int, progress: Callable[[str], None]
-) -> list[list[int]]:
-    """Ids of so many chats, each of exactly so many tokens: prompts are fixed, replies sampled."""
+) -> list[tuple[list[int], list[int]]]:
+    """Ids of so many chats, each of exactly so many tokens, and where their turns begin: prompts
+    are fixed, replies sampled."""
     engine = Engine(model, EngineConfig(spec="none"), costs={1: 1.0}, guard=False)
     talks = [list(model.tokenizer.head_ids()) for _ in range(count)]
+    starts: list[list[int]] = [[] for _ in talks]
+    longest = min(REPLY_TOKENS, max(8, tokens // 12))
     turn = 0
     while any(len(ids) < tokens for ids in talks):
         running: list[tuple[int, Sequence]] = []
@@ -73,9 +76,10 @@ def chats(
             if len(ids) >= tokens:
                 continue
             question = QUESTIONS[turn % len(QUESTIONS)].format(*TOPICS[place % len(TOPICS)])
+            starts[place].append(len(ids))
             ids += model.tokenizer.user_ids(question, not turn)
             params = SamplingParams(
-                temperature=0.7, top_p=0.95, seed=100 * place + turn, max_tokens=REPLY_TOKENS
+                temperature=0.7, top_p=0.95, seed=100 * place + turn, max_tokens=longest
             )
             running.append((place, engine.add(ids, [False] * len(ids), params)))
         engine.generate([seq for _, seq in running])
@@ -86,7 +90,7 @@ def chats(
         turn += 1
         progress(f"texts: {min(map(len, talks))} of {tokens} tokens")
     engine.prefix.clear()
-    return [ids[:tokens] for ids in talks]
+    return [(ids[:tokens], begun) for ids, begun in zip(talks, starts, strict=True)]
 
 
 def needles(tokenizer: Tokenizer, tokens: int, count: int, seed: int = 0) -> Needles:

@@ -141,5 +141,22 @@ def table(report: Report) -> list[str]:
         "",
         *output.columns(cells, right=right),
     ]
+    if report.policies:
+        head = ["policy", "forgot", "in sight", "perplexity", "all in sight", "KL", "top-1"]
+        rows = [
+            [
+                row.policy,
+                f"{row.forgotten:,}",
+                f"{row.in_sight:,}",
+                f"{row.perplexity:.4f}",
+                f"{row.perplexity_full:.4f}",
+                f"{row.kl:.1e}",
+                f"{row.top1:.4f}",
+            ]
+            for row in report.policies
+        ]
+        context = report.policies[0].context
+        lines += ["", f"forgetting, context of {context:,} tokens, 256 tokens behind it", ""]
+        lines += output.columns([head, *rows], right=(1, 2, 3, 4, 5, 6))
     lines += [f"missing: {name}: {why}" for name, why in report.missing.items()]
     return lines
