@@ -36,6 +36,9 @@ WHOLE, WHOLE_TRIES = 64, 8
 WHOLE_TOKENS, JOINED_SHARE = 2.0, 0.25
 """Before anything is known: tokens that such a tree gains, and the share of a step that joining
 takes."""
+ASKED, ASKED_TRIES = 32, 8
+"""Drafted steps for which every drafter was asked: those that are remembered, and how many of them
+give an expectation."""
 WINDOW = 256
 """Steps that `explain` speaks about."""
 
@@ -63,6 +66,8 @@ class Controller:
         self._followed: dict[int, tuple[DraftTree, int]] = {}
         self._guessed_steps = 0
         self._draft_ms: deque[float] = deque(maxlen=9)
+        self._spared_ms: deque[float] = deque(maxlen=9)
+        self._asked: deque[tuple[int, float]] = deque(maxlen=ASKED)
         self._ahead_ms: deque[float] = deque(maxlen=9)
         self._streak, self._interval, self._waited = 0, FIRST_PROBE, 0
         self._probes_ms, self._all_ms = 0.0, 0.0
@@ -154,7 +159,10 @@ class Controller:
         self._all_ms += step.wall_ms
         self.costs.observe(step.rows, step.verify_ms, plain=not step.drafted)
         if plan.asks:
-            (self._ahead_ms if _is_whole(plan) else self._draft_ms).append(step.draft_ms)
+            times = self._ahead_ms if _is_whole(plan) else self._draft_ms
+            (self._spared_ms if plan.spared else times).append(step.draft_ms)
+            if step.drafted and not plan.spared:
+                self._asked.append((step.tokens, step.draft_ms + step.verify_ms))
         self.guard.observe(step)
         self._update_plain_state(step, plan)
 
@@ -253,6 +261,20 @@ class Controller:
         plain = self.costs.ms(sequences)
         return plain is not None and self._draft_cost() <= CHEAP_SHARE * plain
 
+    def enough(self, trees: Sequence[DraftTree]) -> bool:
+        """Whether the guesses of cheap drafters alone are expected to gain more than steps for
+        which every drafter was asked did lately."""
+        plan = self._plan
+        if plan is None or self.shape.kind != "auto" or len(trees) != 1:
+            return False
+        if len(self._asked) < ASKED_TRIES:
+            return False
+        chances = sorted(self.calibration.chances(trees[0], plan.greedy[0])[1:], reverse=True)
+        draft_ms = _median(self._spared_ms) if self._spared_ms else 0.0
+        rate = sum(tokens for tokens, _ in self._asked) / sum(ms for _, ms in self._asked)
+        plan.spared = self._best_count(chances, 1, rate, float("inf"), draft_ms) > 0
+        return plan.spared
+
     def _draft_cost(self) -> float:
         return _median(self._draft_ms or self._ahead_ms)
 
@@ -295,21 +317,26 @@ class Controller:
         if not guesses or plain_ms is None:
             return kept
         chances = [-chance for chance, _, _ in guesses]
-        count = self._best_count(chances, sequences, BAR * sequences / plain_ms, float("inf"))
+        draft_ms = self._draft_cost()
+        if plan.spared:
+            draft_ms = _median(self._spared_ms) if self._spared_ms else 0.0
+        bar = BAR * sequences / plain_ms
+        count = self._best_count(chances, sequences, bar, float("inf"), draft_ms)
         if not count and plan.kind == "probe":
             affordable = plain_ms + PROBE_SHARE * self._all_ms - self._probes_ms
-            count = self._best_count(chances, sequences, 0.0, affordable)
+            count = self._best_count(chances, sequences, 0.0, affordable, draft_ms)
             plan.is_probe = count > 0
         for _, place, row in guesses[:count]:
             kept[place].append(row)
         return [sorted(rows) for rows in kept]
 
-    def _best_count(self, chances: list[float], sequences: int, bar: float, limit_ms: float) -> int:
+    def _best_count(
+        self, chances: list[float], sequences: int, bar: float, limit_ms: float, draft_ms: float
+    ) -> int:
         """How many guesses, most probable first, give the best rate above `bar`; 0 for none.
 
         Chances never rise along a path, so the first k of them are the best k guesses.
         """
-        draft_ms = self._draft_cost()
         best, count = bar, 0
         for size in self.costs.sizes:
             some = chances[: max(0, size - sequences)]

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar, cast, runtime_checkable
 from chatkv.models.logits import Features
 from chatkv.sampling import Sampler
 from chatkv.spec.proposal import GrownTree, Proposal
-from chatkv.spec.tree import DraftTree, sanitize
+from chatkv.spec.tree import MAX_ROWS, DraftTree, sanitize
 from chatkv.spec.verify import Accepted
 
 logger = logging.getLogger(__name__)
@@ -170,6 +170,7 @@ class GuardedDrafters:
         contexts: Sequence[DraftContext],
         max_rows: Sequence[int],
         keeps_whole: Callable[[DraftTree], bool] | None = None,
+        enough: Callable[[Sequence[DraftTree]], bool] | None = None,
     ) -> Sequence[Proposal]:
         """One tree for each context: the root alone where nobody has a guess.
 
@@ -177,11 +178,15 @@ class GuardedDrafters:
 
         Args:
             keeps_whole: Whether it comes as it is although others have these.
+            enough: Whether these are so good that the drafter which reads layers, and is asked
+                last, need not be asked.
         """
         found: list[list[DraftTree]] = [[] for _ in contexts]
         grown = self._grown(contexts, max_rows)
-        for drafter in self.drafters:
-            if grown is not None and drafter is self.reader:
+        for drafter in sorted(self.drafters, key=lambda drafter: drafter is self.reader):
+            if drafter is self.reader and (
+                grown is not None or self._spare(found, contexts, enough)
+            ):
                 continue
             asked = [
                 place
@@ -222,6 +227,19 @@ class GuardedDrafters:
             self._merged(trees, int(context.tokens[-1]), limit)
             for trees, context, limit in zip(found, contexts, max_rows, strict=True)
         ]
+
+    def _spare(
+        self,
+        found: Sequence[list[DraftTree]],
+        contexts: Sequence[DraftContext],
+        enough: Callable[[Sequence[DraftTree]], bool] | None,
+    ) -> bool:
+        if enough is None or not all(found):
+            return False
+        roots = [int(context.tokens[-1]) for context in contexts]
+        return enough(
+            [self._merged(own, root, MAX_ROWS) for own, root in zip(found, roots, strict=True)]
+        )
 
     def observe(self, seq_id: int, accepted: Accepted) -> None:
         """Tell all drafters what the step gained."""

@@ -89,7 +89,9 @@ class Drafting:
             return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
         contexts = [DraftContext(seq.id, seq.tokens, seq.sampler) for seq in seqs]
         rows = [plan.rows[seq.id] for seq in seqs]
-        trees = self.drafters.propose(contexts, rows, self.controller.keeps_whole)
+        trees = self.drafters.propose(
+            contexts, rows, self.controller.keeps_whole, self.controller.enough
+        )
         return [
             _cut(tree, seq)
             for tree, seq in zip(self.controller.prune(trees, plan), seqs, strict=True)

@@ -33,6 +33,9 @@ class Plan:
     is_probe: bool = False
     """Whether guesses are run that are not expected to be worth it."""
 
+    spared: bool = False
+    """Whether the costly drafter was not asked: what the others guessed is worth more."""
+
     @property
     def asks(self) -> bool:
         """Whether drafters are asked at all."""
