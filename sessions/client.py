@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from chatkv.errors import Cancelled, ChatKVError, EngineLost, ModelError
+from chatkv.errors import Cancelled, ChatKVError, ContextFull, EngineLost, ModelError
 from chatkv.events import Done, Event, Failed, Loading, Prefill, Ready, from_json
 from sessions.frames import PROTOCOL, FrameError, FrameWriter, read_frame
 from sessions.port import EngineState, Request, Watchers
@@ -106,7 +106,16 @@ class ChildEngine:
 
     def generate(self, request: Request) -> Iterator[Event]:
         ready = self.wait_ready()
-        answers = self._ask("generate", request=asdict(request))
+        try:
+            answers = self._ask("generate", request=asdict(request))
+        except FrameError as error:
+            yield Failed(
+                ContextFull.code,
+                ContextFull.exit_code,
+                f"The conversation is larger than any context: {error}",
+                "Shorten the prompt, fork from an earlier turn, or start a new chat.",
+            )
+            return
         with self._lock:
             self._running = self._next_id
         self._move(EngineState("prefill", ready=ready))
@@ -169,12 +178,21 @@ class ChildEngine:
         _end(process, 5.0)
 
     def _ask(self, op: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Send a request and yield its answers. Raises EngineLost when they stop."""
+        """Send a request and yield its answers.
+
+        Raises:
+            EngineLost: They stop.
+            FrameError: The request is too large to send.
+        """
         with self._lock:
             self._next_id += 1
             request_id = self._next_id
             answers = self._answers[request_id] = queue.SimpleQueue()
-        self._send({"op": op, "id": request_id, **fields})
+        try:
+            self._send({"op": op, "id": request_id, **fields})
+        except BaseException:
+            del self._answers[request_id]
+            raise
 
         def stream() -> Iterator[dict[str, Any]]:
             try:

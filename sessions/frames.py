@@ -10,7 +10,7 @@ import struct
 import threading
 from typing import IO, Any, cast
 
-LIMIT_BYTES = 8 << 20
+LIMIT_BYTES = 64 << 20
 """A longer frame is a bug or a foreign program writing to the pipe."""
 
 PROTOCOL = 1
