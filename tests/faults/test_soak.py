@@ -43,18 +43,20 @@ def live_for(folder: Path, chats: int) -> None:
     assert pages is not None
     warm = restored = reused = turns = 0
     largest = 0
-    known: list[str] = []
+    room: list[str] = []
+    """Chats whose context is far from full."""
     for number in range(chats):
         chat = program.chats.new(f"chat {number}")
         for turn in range(TURNS):
-            if turn == 3 and known:  # the rest is said in an old one, whose pages are gone or not
-                chat = program.chats.open(dice.choice(known))
+            if turn == 3 and room:  # the rest is said in an old one, whose pages are gone or not
+                chat = program.chats.open(room.pop(dice.randrange(len(room))))
             done = say(chat, f"{dice.randrange(1000)} and {turn}")
             turns += 1
             restored += done.usage.restored_pages
             reused += done.usage.cached_tokens
             assert done.notice == ""
-        known.append(program.chats.chats(limit=1)[0].id)
+        if chat.turns()[-1].usage.context_used < 350:
+            room.append(chat.id)
         largest = max(largest, (folder / "kv.db").stat().st_size)
         if number == chats // 5:
             warm = resident_bytes()
