@@ -111,7 +111,7 @@ def _tell(line: str) -> None:
 
 
 def test_a_short_life(tmp_path: Path) -> None:
-    live_for(tmp_path, 12)
+    live_for(tmp_path, 6)
 
 
 @pytest.mark.slow
