@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 BUSY_TIMEOUT_MS = 5000
 
@@ -28,6 +28,38 @@ _FAULTS: dict[int, Fault] = {
     sqlite3.SQLITE_CANTOPEN: "io",
     sqlite3.SQLITE_IOERR: "io",
 }
+
+
+class Connection(sqlite3.Connection):
+    """A connection whose every error is an `sqlite3.Error`.
+
+    A message about a damaged schema quotes names from the file; if those are no UTF-8, Python
+    raises UnicodeDecodeError in place of the error.
+    """
+
+    def execute(self, *args: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*args)
+        except UnicodeDecodeError as error:
+            raise _damaged() from error
+
+    def executemany(self, *args: Any) -> sqlite3.Cursor:
+        try:
+            return super().executemany(*args)
+        except UnicodeDecodeError as error:
+            raise _damaged() from error
+
+    def executescript(self, *args: Any) -> sqlite3.Cursor:
+        try:
+            return super().executescript(*args)
+        except UnicodeDecodeError as error:
+            raise _damaged() from error
+
+
+def _damaged() -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError("malformed database schema, with names that are no UTF-8")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
 
 
 def fault(error: sqlite3.Error) -> Fault:
@@ -60,6 +92,7 @@ def connect(
         uri=True,
         isolation_level=None,
         check_same_thread=False,
+        factory=Connection,
         timeout=BUSY_TIMEOUT_MS / 1000,
     )
     connection.execute("PRAGMA trusted_schema = OFF")

@@ -49,6 +49,18 @@ def test_23_restore_fails_half_way(told, page):
     assert program.core.pool.used == program.core.prefix.stats().pages
 
 
+def ids_of(program, session_id) -> tuple[list[int], list[bool]]:
+    """All ids of a conversation, and which of them the model chose."""
+    tokens, flags = [], []
+    for turn in program.store.path(session_id):
+        for message in turn.messages:
+            (render,) = message.renders
+            chosen = {i for start, stop in render.sampled for i in range(start, stop)}
+            tokens += render.token_ids
+            flags += [i in chosen for i in range(len(render.token_ids))]
+    return tokens, flags
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError(), KeyboardInterrupt()])
 def test_23_the_pool_is_as_it_was(sampled, error):
     sampled.play(2)
@@ -58,6 +70,7 @@ def test_23_the_pool_is_as_it_was(sampled, error):
     held = [page for page in range(pool.num_pages) if pool.refs(page)]
     before, used = pool.data[:, held].clone(), pool.used
     chat = next(row for row in program.chats.chats() if row.turns == 2)
+<<<<<<< HEAD
     path = program.store.path(chat.id)
     messages, _ = path_messages(
         [turn for turn in path if turn.shown], program.model.tokenizer.tok_fp()
@@ -65,6 +78,10 @@ def test_23_the_pool_is_as_it_was(sampled, error):
     _, tokens, flags = program.engine.service._render(messages)
     store: Any = FailsAtPage(program.pages, error, 3)
     chain = Chain(program.core.root_key, pool.page_size, tokens, flags)
+=======
+    tokens, flags = ids_of(program, chat.id)
+    store = FailsAtPage(program.pages, error, 3)
+>>>>>>> 8ec758e (Every error of a connection is one of SQLite's, also where its message is no UTF-8)
     with pytest.raises(type(error)):
         find_prefix(pool, prefix, store, chain, [Stage()], len(tokens))
     assert store.left == 0
