@@ -17,7 +17,6 @@ from chatkv.kv.chain import Chain
 from chatkv.kv.layout import Stage
 from chatkv.kv.restore import find_prefix
 from sessions import pagefile
-from sessions.chat import path_messages
 
 
 class FailsAtPage:
@@ -70,18 +69,9 @@ def test_23_the_pool_is_as_it_was(sampled, error):
     held = [page for page in range(pool.num_pages) if pool.refs(page)]
     before, used = pool.data[:, held].clone(), pool.used
     chat = next(row for row in program.chats.chats() if row.turns == 2)
-<<<<<<< HEAD
-    path = program.store.path(chat.id)
-    messages, _ = path_messages(
-        [turn for turn in path if turn.shown], program.model.tokenizer.tok_fp()
-    )
-    _, tokens, flags = program.engine.service._render(messages)
+    tokens, flags = ids_of(program, chat.id)
     store: Any = FailsAtPage(program.pages, error, 3)
     chain = Chain(program.core.root_key, pool.page_size, tokens, flags)
-=======
-    tokens, flags = ids_of(program, chat.id)
-    store = FailsAtPage(program.pages, error, 3)
->>>>>>> 8ec758e (Every error of a connection is one of SQLite's, also where its message is no UTF-8)
     with pytest.raises(type(error)):
         find_prefix(pool, prefix, store, chain, [Stage()], len(tokens))
     assert store.left == 0
