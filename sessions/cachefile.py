@@ -317,7 +317,7 @@ class CacheFile:
 
 def _stored_clock(db: sqlite3.Connection) -> int:
     row = db.execute("SELECT value FROM meta WHERE key = 'clock'").fetchone()
-    if row is None or not row[0].isdecimal():
+    if row is None or not str(row[0]).isdecimal():
         raise sqlite3.DatabaseError("its use counter is unreadable")
     return int(row[0])
 

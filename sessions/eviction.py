@@ -133,7 +133,11 @@ def purge_path(db: sqlite3.Connection, ids: Sequence[int], keep_tokens: int) -> 
         for page_id, key, blob in db.execute(
             "SELECT id, key, token_ids FROM pages WHERE parent_key = ?", (parent,)
         ).fetchall():
-            held = unpack_ids(blob)
+            try:
+                held = unpack_ids(blob)
+            except (TypeError, ValueError):  # damaged: nobody can say that it is not of the path
+                pages.append((page_id,))
+                continue
             if held[: len(path) - offset] != path[offset : offset + len(held)]:
                 continue
             if offset + len(held) > keep_tokens:
@@ -167,7 +171,7 @@ def _drop_lone_snapshots(db: sqlite3.Connection) -> None:
     for parent, first, blob, packed in db.execute(
         "SELECT parent_key, first_position, token_ids, sampled FROM pages"
     ):
-        with suppress(ValueError):  # only in a damaged file
+        with suppress(TypeError, ValueError):  # only in a damaged file
             ids = unpack_ids(blob)
             sampled = unpack_bits(packed, len(ids))
             for count in range(1, len(ids)):

@@ -75,7 +75,7 @@ class PageModel:
         weights = str(self.identity.get("weights"))
         row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, f"{now} {weights}"))
-        before, _, theirs = ("", "", "") if row is None else row[0].partition(" ")
+        before, _, theirs = ("", "", "") if row is None else str(row[0]).partition(" ")
         return int(before) if before.isdecimal() and theirs != weights else None
 
     def check(self, image: PageImage) -> None:

@@ -155,7 +155,8 @@ def put_link(db: sqlite3.Connection, link: Link, *, model_fp: bytes) -> None:
 
 
 def get_snapshot(db: sqlite3.Connection, head_key: bytes, *, model_fp: bytes) -> Snapshot | None:
-    """The witness of a page, or None. Values come back as the float32 they were."""
+    """The witness of a page, or None; also for a row that makes none. Values come back as the
+    float32 they were."""
     row = db.execute(
         "SELECT num_tokens, logits_hash, top_ids, top_values, backend FROM snapshots"
         " WHERE head_key = ? AND model_fp = ?",
@@ -163,5 +164,8 @@ def get_snapshot(db: sqlite3.Connection, head_key: bytes, *, model_fp: bytes) ->
     ).fetchone()
     if row is None:
         return None
-    values = struct.unpack("<8f", row[3])
-    return Snapshot(head_key, row[0], row[1], unpack_ids(row[2]), values, row[4])
+    try:
+        values = struct.unpack("<8f", row[3])
+        return Snapshot(head_key, row[0], row[1], unpack_ids(row[2]), values, row[4])
+    except (TypeError, ValueError, struct.error):  # only in a damaged file
+        return None

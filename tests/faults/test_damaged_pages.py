@@ -14,6 +14,7 @@ from conversation import Conversation
 from fakes import TinyModel
 from program import SAMPLING
 
+from chatkv.errors import StoreError
 from sessions.pagefile import PAGE_BYTES
 
 CLASSES = ("header", "b-tree header", "cell pointers", "overflow pointer", "payload")
@@ -234,3 +235,43 @@ def test_24_wrong_rows_are_found_by_the_witness(told):
     assert ends[0].usage.reuse_reason == "damaged"
     with suppress(FileNotFoundError):
         assert not Path(told.kv_db.with_name("kv.db.damaged")).exists()
+
+
+@pytest.mark.parametrize("name", ["kv.db", "chat.db"])
+def test_a_schema_whose_names_are_no_utf8(sampled, name):
+    """SQLite's message quotes them, and Python cannot decode it."""
+    sampled.play(1)
+    sampled.stop()
+    file = sampled.folder / name
+    raw = file.read_bytes()
+    bad = raw.replace(b"CREATE TABLE meta(", b"CREATE TABLE meta)")
+    bad = bad.replace(b"tablemetameta", b"table\xa0\xff\xa0\xa0meta")
+    assert bad.count(b"\xa0\xff") > raw.count(b"\xa0\xff")
+    file.write_bytes(bad)
+    if name == "chat.db":
+        with pytest.raises(StoreError, match="is damaged"):
+            sampled.start()
+        return
+    sampled.start()
+    assert "set aside" in sampled.running.pages.take_notices()[0]
+    sampled.play(4)
+
+
+def test_pages_that_cannot_be_read_leave_with_any_path(sampled):
+    """A purge may not stop at them, and may not leave them behind either."""
+    sampled.play(2)
+    sampled.stop()
+    with sampled.pages() as db:
+        db.execute("PRAGMA ignore_check_constraints = ON")
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute(
+            "UPDATE sqlite_master SET sql = replace(sql, 'ids BLOB NOT NULL', 'ids ANY')"
+            " WHERE name = 'pages'"
+        )
+    with sampled.pages() as db:
+        db.execute("PRAGMA ignore_check_constraints = ON")
+        db.execute("UPDATE pages SET token_ids = NULL")
+    program = sampled.start()
+    held = program.pages.stats().pages
+    assert program.pages.purge([1, 2, 3], 0) == held > 5
+    sampled.play(4)

@@ -55,7 +55,8 @@ def live_for(folder: Path, chats: int) -> None:
             restored += done.usage.restored_pages
             reused += done.usage.cached_tokens
             assert done.notice == ""
-        if chat.turns()[-1].usage.context_used < 350:
+        usage = chat.turns()[-1].usage
+        if usage is not None and usage.context_used < 350:
             room.append(chat.id)
         largest = max(largest, (folder / "kv.db").stat().st_size)
         if number == chats // 5:

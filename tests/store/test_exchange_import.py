@@ -149,6 +149,50 @@ def test_no_truncation_leaves_half_a_chat(talk, memory, elsewhere):
     assert counts(elsewhere) == [0] * 6
 
 
+def test_damaged_files_neither_crash_nor_hang_nor_leave_halves(elsewhere):
+    rng, started, data = random.Random(3), time.monotonic(), small_export()
+    sharegpt = b'{"conversations":[{"from":"human","value":"a"},{"from":"gpt","value":"b"}]}\n'
+    openai = b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}\n'
+    whole = 0
+    for number in range(2000):
+        raw = bytearray((data, sharegpt * 2, openai * 2)[number % 3])
+        for _ in range(rng.randint(1, 4)):
+            place = rng.randrange(len(raw))
+            match rng.randrange(5):
+                case 0:
+                    raw[place] ^= 1 << rng.randrange(8)
+                case 1:
+                    del raw[place : place + rng.randint(1, 40)]
+                case 2:
+                    raw[place:place] = raw[: rng.randrange(60)]
+                case 3:
+                    raw[place:place] = rng.choice(
+                        [b"[", b"{", b'"', b"\\", b"1e999", b"NaN", b"null", b"-1", b"9" * 30]
+                    )
+                case _:
+                    raw[place : place + 1] = bytes([rng.randrange(256)])
+        before = counts(elsewhere)
+        try:
+            made = [c for c in read(elsewhere, bytes(raw)) if not isinstance(c, BadFile)]
+        except BadFile:
+            made = []
+        fresh = [item for item in made if not item.skipped]
+        if not fresh:
+            assert counts(elsewhere) == before
+        for item in fresh:
+            whole += 1
+            # What it gave is a chat like any other: it can be written, and read again as the same.
+            with ImportStore(MEMORY) as third:
+                text = exported(elsewhere, item.session)
+                (again,) = read(third, text)
+                assert exported(third, again.session) == text
+        for row in elsewhere.sessions():
+            elsewhere.delete(row.id)
+    assert whole > 20
+    assert elsewhere.check() == []
+    assert time.monotonic() - started < 120
+
+
 TALK = [("user", "a"), ("assistant", "b"), ("user", "c\u2028\x85\x1b[2J")]
 
 

@@ -374,24 +374,3 @@ def test_a_page_is_whole_or_absent_after_kill_9(kv_path, maker, start_child):
         assert pages.take_notices() == []
         pages.close()
     assert total > 4
-
-
-@pytest.mark.parametrize("name", ["kv.db", "chat.db"])
-def test_a_schema_whose_names_are_no_utf8(kv_path, maker, stored, store, path, name):
-    """SQLite's message quotes them, and Python cannot decode it."""
-    store.close()
-    file = kv_path if name == "kv.db" else path
-    raw = file.read_bytes()
-    bad = raw.replace(b"CREATE TABLE meta(", b"CREATE TABLE meta)")
-    bad = bad.replace(b"tablemetameta", b"table\xa0\xff\xa0\xa0meta")
-    assert bad.count(b"\xa0\xff") > raw.count(b"\xa0\xff")
-    file.write_bytes(bad)
-    if name == "chat.db":
-        with pytest.raises(StoreError, match="is damaged"):
-            type(store)(path)
-        return
-    pages = maker.open(kv_path)
-    assert list(pages.read(keys(stored))) == []
-    assert pages.saving
-    assert "set aside" in pages.take_notices()[0]
-    pages.close()
