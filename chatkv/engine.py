@@ -27,6 +27,7 @@ from chatkv.kv.layout import stages
 from chatkv.kv.ops import Op, check_ops
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import CachedPage, PrefixCache
+from chatkv.kv.price import Price, Pricer
 from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import PageHead, PageStore
 from chatkv.kv.swap import HostPages
@@ -190,6 +191,19 @@ class Engine:
         """What a prompt of these tokens would cost now. Reads and computes nothing."""
         root = self.root_key if salt is None else root_key(self.fingerprint, salt)
         return self.prompts.preview(root, list(tokens), list(sampled), ops)
+
+    def price(
+        self, tokens: Seq[int], sampled: Seq[bool], ops: Seq[Op] = (), salt: bytes | None = None
+    ) -> Price:
+        """What it would take to come to the end of a path. Looks only; arguments as of `add`.
+
+        Raises StoreError.
+        """
+        root = self.root_key if salt is None else root_key(self.fingerprint, salt)
+        chain = Chain(root, self.pool.page_size, list(tokens), list(sampled))
+        for op in ops:
+            chain.add(op)
+        return Pricer(self.prefix, self.tiers, chain).price(stages(ops, self.pool.page_size))
 
     def limits(self, max_tokens: int | None = None) -> Limits:
         """What a path has to fit here, for a reply of so many tokens."""

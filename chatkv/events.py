@@ -36,6 +36,15 @@ class Ready:
     """Hex digest of tokenizer, template and options: the key under which ids are stored."""
     notice: str = ""
     """One sentence the user should see once, or nothing."""
+    trained_limit: int = 0
+    """Positions the model was trained for; 0 where nobody said."""
+    page_tokens: int = 1
+    no_rebase: str = ""
+    """What about the model forbids to move positions; empty if nothing does."""
+    closing_tokens: int = 0
+    """Ids that the template puts behind a reply, at most."""
+    parameters: int = 0
+    """Weights of the model, about; 0 where nobody said."""
 
 
 @dataclass(frozen=True, slots=True)

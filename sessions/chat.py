@@ -8,11 +8,9 @@ tensor, no screen.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
-from functools import partial
-from time import monotonic
 from typing import Any
 
 from chatkv.errors import (
@@ -23,26 +21,25 @@ from chatkv.errors import (
     StoreError,
     UsageError,
 )
-from chatkv.events import Delta, Done, Event, Failed, Ready, Rendered, Usage
+from chatkv.events import Done, Event, Failed, ForgetEvent, Ready, Rendered, Usage
 from chatkv.sampling import SamplingParams
-from sessions import deletion
+from sessions.chat_context import ChatContext
+from sessions.context import USER, moments_of, standing, state_of
 from sessions.counters import is_low
 from sessions.hits import EngineWords, low_hit
+from sessions.outlook import Pending
 from sessions.port import (
     ChatPort,
     ChatRow,
     EnginePort,
-    PathMessage,
+    Moment,
     Preview,
-    Request,
     TreeTurn,
     TurnView,
 )
-from sessions.records import KV_SALT, BegunTurn, SessionRow, TurnPath
+from sessions.records import BegunTurn, SessionRow, TurnPath
+from sessions.reply import StoredReply
 from sessions.store import ChatStore
-
-PARTIAL_S = 1.0
-"""Seconds between two commits of a reply that is growing."""
 
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
 
@@ -53,15 +50,23 @@ class Chats:
     Args:
         store: chat.db.
         engine: Answers.
-        settings: What a new conversation begins with: `model`, `sampling` (an object), `spec`.
+        settings: What a new conversation begins with: `model`, `sampling` (an object), `spec`,
+            and `policy` if the user chose one.
+        policy: What to do in a conversation without one when a turn does not fit.
     """
 
     def __init__(
-        self, store: ChatStore, engine: EnginePort, *, settings: Mapping[str, Any]
+        self,
+        store: ChatStore,
+        engine: EnginePort,
+        *,
+        settings: Mapping[str, Any],
+        policy: str = "error",
     ) -> None:
         self.store = store
         self.engine = engine
         self.settings = dict(settings)
+        self.policy = policy
 
     def chats(self, query: str = "", *, limit: int = 200, trash: bool = False) -> list[ChatRow]:
         rows = self.store.sessions(trash=trash, limit=limit, query=query or None)
@@ -97,7 +102,7 @@ class Chats:
         self.store.restore(self.store.find(ref, trash=True).id)
 
 
-class Chat:
+class Chat(ChatContext):
     """One conversation. Implements `sessions.port.ChatPort`; one reply at a time.
 
     A new conversation gets its row with its first prompt, so that looking around leaves nothing
@@ -107,19 +112,17 @@ class Chat:
     def __init__(
         self, chats: Chats, row: SessionRow | None, *, name: str = "", system: str = ""
     ) -> None:
-        self._chats, self._store, self._engine = chats, chats.store, chats.engine
-        self._row = row
-        self._name, self._system = name, system
         settings = chats.settings if row is None else {**chats.settings, **row.settings}
+        path = [] if row is None else chats.store.path(row.id)
+        super().__init__(
+            chats.store, chats.engine, row, path, policy=settings.get("policy") or chats.policy
+        )
+        self._chats = chats
+        self._name, self._system = name, system
         self._sampling: dict[str, Any] = dict(settings.get("sampling", {}))
         self._spec: str | None = settings.get("spec")
-        self._path: list[TurnPath] = [] if row is None else self._store.path(row.id)
         self._notice = ""
         """About a fork that another chatkv made necessary; said with the next end of a reply."""
-
-    @property
-    def id(self) -> str:
-        return "" if self._row is None else self._row.id
 
     @property
     def name(self) -> str:
@@ -139,17 +142,19 @@ class Chat:
         return dict(self._sampling)
 
     def turns(self) -> list[TurnView]:
-        return [self._view(turn) for turn in self._path[1:]]
+        records, moments = standing(self._path), moments_of(self._path)
+        return [
+            self._view(turn, state_of(turn, records), tuple(moments.get(turn.turn.depth, ())))
+            for turn in self._path[1:]
+        ]
 
     def preview(self, turn_id: int | None = None) -> Preview:
         tok_fp = bytes.fromhex(self._engine.wait_ready(0.0).tok_fp)
         path: list[TurnPath] = []
         if self._row is not None:
             path = self._path if turn_id is None else self._store.path(self._row.id, turn_id)
-        messages, _ = path_messages([turn for turn in path if turn.shown], tok_fp)
-        salt = None if self._row is None else self._row.settings.get(KV_SALT)
-        told = self._engine.call("preview", messages=[asdict(m) for m in messages], salt=salt)
-        return Preview(**told)
+        request, _ = self._request(tok_fp, {}, path=path)
+        return Preview(**self._engine.call("preview", request=asdict(request)))
 
     def tree(self) -> list[TreeTurn]:
         if self._row is None:
@@ -187,7 +192,7 @@ class Chat:
             raise UsageError(
                 f"Turn {turn.turn.depth} is redacted.", hint="Send the prompt as a new one."
             )
-        yield from self._turn(self._parent(turn), _prompt(turn))
+        yield from self._turn(self._parent(turn), _prompt(turn), beside=turn)
 
     def edit(self, turn_id: int, text: str) -> Iterator[Event]:
         if not text.strip():
@@ -197,7 +202,7 @@ class Chat:
         (turn,) = [turn for turn in self._path[1:] if turn.turn.id == turn_id] or [None]
         if turn is None:
             raise UsageError("That turn is not on the open path.", hint="Open its branch first.")
-        yield from self._turn(self._parent(turn), text)
+        yield from self._turn(self._parent(turn), text, beside=turn)
 
     def fork(self, turn_id: int | None = None, name: str = "") -> ChatPort:
         if self._row is None:
@@ -215,20 +220,6 @@ class Chat:
             self._name = name
         else:
             self._store.rename(self._row.id, name)
-
-    def shared_with(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
-        return deletion.shared_with(self._store, self.id, turn_ids)
-
-    def redact(self, turn_ids: Sequence[int], *, purge: bool = False) -> int:
-        remove = partial(deletion.work_off, self._store, self._purge_pages)
-        try:
-            return deletion.redact(self._store, turn_ids, purge=purge, remove=remove).pages
-        finally:
-            self._reload()
-
-    def _purge_pages(self, ids: Sequence[int], keep_tokens: int) -> int:
-        """The engine has them in memory, too."""
-        return int(self._engine.call("purge", ids=list(ids), keep_tokens=keep_tokens)["pages"])
 
     def set(self, key: str, value: Any) -> None:
         if key not in SAMPLING:
@@ -254,32 +245,39 @@ class Chat:
 
     # One turn.
 
-    def _turn(self, parent: TurnPath, text: str) -> Iterator[Event]:
+    def _turn(
+        self, parent: TurnPath, text: str, *, beside: TurnPath | None = None
+    ) -> Iterator[Event]:
         """Commit the prompt (T1), stream the reply into the store (T2, T3) and to the caller."""
         assert self._row is not None
+        pending = self._row.pending_ops
+        ops = self._ops_of_turn(parent, beside)
         sampling = {**self._sampling}
         sampling.setdefault("seed", secrets.randbits(63))
         _checked(sampling)
         last = self._end().turn.id
-        begun = self._store.begin_turn(self._row.id, last, parent.turn.id, text, sampling)
+        begun = self._store.begin_turn(self._row.id, last, parent.turn.id, text, sampling, ops=ops)
+        recalled = self._recalled(parent, ops)
         self._follow(begun)
-        reply = _Reply(self._store, begun)
+        reply = StoredReply(self._store, begun)
         try:
-            ready = self._ready(reply, parent)
+            ready = self._ready(reply, parent, pending)
             reply.tok_fp = bytes.fromhex(ready.tok_fp)
             reply.model = ready.model
-            *before, last = self._path
-            shown = [*(turn for turn in before if turn.shown), last]
-            messages, owners = path_messages(shown, reply.tok_fp)
-            request = Request(messages, sampling, self._spec, self._row.settings.get(KV_SALT))
+            request, owners = self._request(reply.tok_fp, sampling, self._spec)
             for event in self._engine.generate(request):
                 if isinstance(event, Rendered):
                     reply.heard = True
                     self._keep_renders(event, owners, reply.tok_fp)
                 elif isinstance(event, Failed):
-                    self._refused(reply, parent)
+                    self._refused(reply, parent, pending)
                 else:
+                    if recalled is not None:
+                        yield recalled
+                        recalled = None
                     reply.heard = True
+                    if isinstance(event, ForgetEvent) and event.policy != USER:
+                        reply.forget(event)
                     reply.take(event)
                 if isinstance(event, Done) and is_low(event.usage):
                     event = self._with_reason(event, reply.tok_fp)
@@ -302,7 +300,7 @@ class Chat:
             return replace(done, notice=f"{done.notice} {why}".strip())
         return done
 
-    def _ready(self, reply: _Reply, parent: TurnPath) -> Ready:
+    def _ready(self, reply: StoredReply, parent: TurnPath, pending: Pending) -> Ready:
         """Wait for the engine. A model that cannot be loaded has refused the prompt; one that was
         lost, or waited for no longer, may still answer it."""
         try:
@@ -310,17 +308,19 @@ class Chat:
         except (Cancelled, EngineLost):
             raise
         except ChatKVError:
-            self._refused(reply, parent)
+            self._refused(reply, parent, pending)
             raise
 
-    def _refused(self, reply: _Reply, parent: TurnPath) -> None:
+    def _refused(self, reply: StoredReply, parent: TurnPath, pending: Pending) -> None:
         """The engine failed. A prompt that it would not even take (it does not fit) leaves the
-        path, or nothing could ever be said again; it stays stored."""
+        path, or nothing could ever be said again; it stays stored. What was to be forgotten with
+        it waits for the next one."""
         assert self._row is not None
         with suppress(StoreError):
             reply.close("interrupted" if reply.heard else "error")
             if not reply.heard:
                 self._store.set_head(self._row.id, parent.turn.id, reply.turn_id)
+                self._store.set_pending_ops(self._row.id, pending)
                 if parent.turn.depth == 0 and not self._row.title:
                     # Nothing was ever said here; `restore`, or the next prompt, brings it back.
                     self._store.trash(self._row.id)
@@ -335,6 +335,8 @@ class Chat:
         if self._row is not None:
             return
         settings = {**self._chats.settings, "sampling": self._lasting()}
+        if self._own_policy is not None:
+            settings["policy"] = self._own_policy
         self._row = self._store.create_session(self._name, self._system, settings)
         self._reload()
 
@@ -350,11 +352,6 @@ class Chat:
             self._notice = "Another chatkv went on with this chat; yours continues as a fork."
         self._row = self._store.session(begun.session_id)
         self._path = self._store.path(self._row.id)
-
-    def _reload(self) -> None:
-        if self._row is not None:
-            self._row = self._store.session(self._row.id)
-            self._path = self._store.path(self._row.id)
 
     def _end(self) -> TurnPath:
         """The turn to go on from. One that another chatkv is still answering is none: what is said
@@ -380,7 +377,9 @@ class Chat:
         prompt = _prompt(self._path[1]) if len(self._path) > 1 else ""
         return prompt.strip().partition("\n")[0][:60]
 
-    def _view(self, turn: TurnPath) -> TurnView:
+    def _view(
+        self, turn: TurnPath, seen: str = "live", moments: tuple[Moment, ...] = ()
+    ) -> TurnView:
         reply = turn.message("assistant")
         siblings = [row.id for row in self._store.siblings(turn.turn.id)]
         stored = dict(turn.turn.usage)
@@ -400,73 +399,10 @@ class Chat:
             siblings=len(siblings),
             sibling_ids=tuple(siblings),
             redacted=turn.turn.redacted_at is not None,
+            pinned=turn.turn.pinned,
+            seen=seen,
+            moments=moments,
         )
-
-
-class _Reply:
-    """A reply on its way into the store."""
-
-    def __init__(self, store: ChatStore, begun: BegunTurn) -> None:
-        self._store = store
-        self.turn_id = begun.turn_id
-        self.tok_fp: bytes | None = None
-        self.model = ""
-        self.text = ""
-        self.ids: list[int] = []
-        self.heard = False
-        """Whether the engine took the prompt: then the turn stays, with or without a reply."""
-        self.closed = False
-        self._saved_at: float | None = None
-
-    def take(self, event: Event) -> None:
-        match event:
-            case Delta(text, ids):
-                self.text += text
-                self.ids += ids
-                self._save()
-            case Done():
-                state = "interrupted" if event.finish_reason == "cancelled" else "done"
-                usage = {**asdict(event.usage), "finish_reason": event.finish_reason}
-                usage["model"] = self.model
-                self._store.finish_turn(
-                    self.turn_id, state, event.text, self.tok_fp, event.ids, event.sampled, usage
-                )
-                self.closed = True
-            case _:
-                pass
-
-    def close(self, state: Any) -> None:
-        """End with what there is: no closing ids, they are made when the conversation goes on."""
-        self.closed = True
-        spans = ((0, len(self.ids)),) if self.ids else ()
-        self._store.finish_turn(self.turn_id, state, self.text, self.tok_fp, self.ids, spans)
-
-    def _save(self) -> None:
-        now = monotonic()
-        if self.tok_fp is not None and (
-            self._saved_at is None or now - self._saved_at >= PARTIAL_S
-        ):
-            spans = ((0, len(self.ids)),)
-            self._store.save_partial(self.turn_id, self.text, self.tok_fp, self.ids, spans)
-            self._saved_at = monotonic()
-
-
-def path_messages(path: Sequence[TurnPath], tok_fp: bytes) -> tuple[list[PathMessage], list[int]]:
-    """A path as the engine takes it, and the row behind each message."""
-    messages: list[PathMessage] = []
-    owners: list[int] = []
-    for message in (message for turn in path for message in turn.messages):
-        render = message.render(tok_fp)
-        messages.append(
-            PathMessage(
-                role=message.row.role,
-                content=message.row.content,
-                ids=None if render is None else render.token_ids,
-                sampled=() if render is None else render.sampled,
-            )
-        )
-        owners.append(message.row.id)
-    return messages, owners
 
 
 def _prompt(turn: TurnPath) -> str:

@@ -1,11 +1,12 @@
-"""What the user decides about single turns of `chat.db`: which are redacted.
+"""What the model does not see of `chat.db`, or must: forget records, pinned and redacted turns.
 
 Knows rows and their transactions. Knows no token budget; the SQL of redacting is in `redaction.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from chatkv.errors import UsageError
 from sessions import redaction, removal, tree
@@ -15,6 +16,22 @@ from sessions.turns import TurnStore
 
 class ForgetStore(TurnStore):
     """Marks on turns. A mark belongs to the turn: every fork that shares the turn has it."""
+
+    def pin(self, turn_ids: Sequence[int], *, pinned: bool = True) -> None:
+        """Keep turns in every context from now on, or no longer. Raises UnknownSession."""
+        with self._writing():
+            for turn_id in turn_ids:
+                tree.get_turn(self._db, turn_id)
+                self._db.execute("UPDATE turns SET pinned = ? WHERE id = ?", (int(pinned), turn_id))
+
+    def add_forget(
+        self, turn_id: int, policy: str, reason: str, op: Mapping[str, Any], num_tokens: int
+    ) -> None:
+        """Record what a policy put out of sight with that turn (T6). Append-only."""
+        record = {"policy": policy, "reason": reason, "op": op, "num_tokens": num_tokens}
+        with self._writing():
+            tree.get_turn(self._db, turn_id)
+            tree.add_forgets(self._db, turn_id, [record])
 
     def versions(self, turn_ids: Sequence[int]) -> list[int]:
         """These turns and those beside them with the same prompt: what is redacted together."""

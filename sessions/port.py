@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from chatkv.events import Event, Ready, Usage
+from chatkv.events import Event, ForgetPlanned, Ready, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class PathMessage:
     sampled: tuple[tuple[int, int], ...] = ()
     """Spans of `ids` the model chose. A reply that ends in one was cut: its closing ids are still
     to come."""
+    turn: int = 0
+    """Number of its turn; 0 is the system prompt."""
+    pinned: bool = False
+    """Whether the user keeps its turn in every context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,22 @@ class Request:
     salt: str | None = None
     """Hex: keeps the pages of this chat apart from those of others (it came with pages of its own);
     None shares them."""
+    policy: str = "error"
+    """What to do when it does not fit: a policy of `chatkv.forget`, with its parameters."""
+    ops: Sequence[Mapping[str, Any]] = ()
+    """What is out of sight already: `sessions.context.Standing` as JSON."""
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Request:
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        fields: dict[str, Any] = {**data, "messages": [_message(m) for m in data["messages"]]}
+        return Request(**fields)
+
+
+def _message(data: dict[str, Any]) -> PathMessage:
+    fields: dict[str, Any] = {**data, "sampled": tuple((a, b) for a, b in data["sampled"])}
+    fields["ids"] = None if data["ids"] is None else tuple(data["ids"])
+    return PathMessage(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +110,19 @@ class EnginePort(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """Turns that went out of the model's sight, or came back, with one turn."""
+
+    policy: str
+    """Which did it; `user` for the user."""
+    turns: tuple[int, ...]
+    """Their numbers, those that were only cut too."""
+    num_tokens: int
+    back: bool = False
+    """Whether they came back."""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnView:
     """One turn as the transcript shows it."""
 
@@ -112,6 +145,73 @@ class TurnView:
     """Ids of all of them, oldest first."""
     redacted: bool = False
     """The model never sees it again; after a purge nobody does, and its texts are empty."""
+    pinned: bool = False
+    seen: str = "live"
+    """What the model sees of it: as `ContextTurn.state`."""
+    moments: tuple[Moment, ...] = ()
+    """What went out of sight, or came back, when this turn began."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTurn:
+    """One turn as the model sees it, or does not."""
+
+    number: int
+    id: int
+    prompt: str
+    tokens: int | None
+    """None while ids are still to be made."""
+    state: str
+    """`live`, `forgotten`, `partly`, `redacted`, or `unanswered`: no reply, so never shown."""
+    why: str = ""
+    """Of one that is out of sight: the policy that did it, `user` for the user."""
+    pinned: bool = False
+    kept: str = ""
+    """Why policies leave it alone: `pinned` or `newest`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextView:
+    """What the model sees of a conversation, and what it will not."""
+
+    limit: int
+    """Tokens; 0 before any engine said it."""
+    used: int | None
+    """Tokens in sight; None while ids are still to be made."""
+    used_next: int | None
+    """The same with what waits for the next turn."""
+    reserved: int
+    """Tokens kept free for a reply."""
+    policy: str
+    system_tokens: int | None
+    turns: tuple[ContextTurn, ...]
+    missing: tuple[int, ...] = ()
+    why: Mapping[int, str] = field(default_factory=dict[int, str])
+    forget: tuple[int, ...] = ()
+    """Turns that go out of sight with the next turn, since the user said so."""
+    recall: tuple[int, ...] = ()
+    """Turns that come back with it."""
+    plans: tuple[ForgetPlanned, ...] = ()
+    """What the policy will add, at least."""
+    warning: str = ""
+
+    @property
+    def forgotten_tokens(self) -> int:
+        """Tokens of the turns that are out of sight."""
+        return sum(t.tokens or 0 for t in self.turns if t.state == "forgotten")
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What the next turn has to do before it can answer, its own prompt left out. In tokens."""
+
+    pool: int
+    """In memory."""
+    disk: int
+    """Read from disk."""
+    computed: int
+    live: int
+    """In sight then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +321,53 @@ class ChatPort(Protocol):
         ...
 
     def rename(self, name: str) -> None: ...
+
+    @property
+    def policy(self) -> str:
+        """What happens when a turn does not fit: a policy, or `ask` or `stop`."""
+        ...
+
+    def set_policy(self, policy: str) -> None:
+        """Change it for the turns to come. Raises ConfigError."""
+        ...
+
+    def context(self) -> ContextView:
+        """What the model sees, and what waits for the next turn."""
+        ...
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Put turns out of the model's sight from the next turn on; free to take back until then.
+
+        Raises UsageError, UnknownSession.
+        """
+        ...
+
+    def recall(self, numbers: Sequence[int]) -> None:
+        """Bring turns back from the next turn on.
+
+        Raises UsageError, UnknownSession, ContextFull.
+        """
+        ...
+
+    def price(self, forget: Sequence[int] = (), recall: Sequence[int] = ()) -> Price:
+        """What the next turn would cost with these, too. Needs an engine; computes nothing."""
+        ...
+
+    def plan(self, text: str, beside: int | None = None) -> list[ForgetPlanned]:
+        """What sending `text` would put out of sight; nothing if it fits.
+
+        Args:
+            text: The prompt.
+            beside: The turn that it would stand beside, or None for the end.
+
+        Raises:
+            ChatKVError: It would not fit; with the code of ContextFull.
+        """
+        ...
+
+    def pin(self, numbers: Sequence[int], *, pinned: bool = True) -> str:
+        """Keep turns from all policies, or no longer. Returns a warning, or nothing."""
+        ...
 
     def shared_with(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
         """Names of the other chats and forks that have one of these turns."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
-from sessions.columns import dump_json, pack_ids
+from sessions.chains import restarted
+from sessions.columns import dump_json, load_object, pack_ids
+from sessions.context import moved, spans_of_path
 from sessions.records import SessionRow, TurnPath
 from sessions.removal import erase_from_logs
 from sessions.tree import SESSION, get_turn, load_turns, now_ms, path_ids, unindex
@@ -62,10 +64,14 @@ def redact(db: sqlite3.Connection, turn_ids: Sequence[int], *, purge: bool) -> N
         UnknownSession: One of them is gone.
         StoreError: A log cannot be changed.
     """
-    for turn_id in turn_ids:
-        path = load_turns(db, path_ids(db, turn_id))
+    paths = [load_turns(db, path_ids(db, turn_id)) for turn_id in turn_ids]
+    for path in paths:
         for tok_fp in sorted({r.tok_fp for m in path[-1].messages for r in m.renders}):
             _add_purge(db, path, tok_fp)
+            for ids, keep in _restarts(db, path[-1], tok_fp):
+                _insert_purge(db, tok_fp, ids, keep)
+    for path in sorted(paths, key=len, reverse=True):  # places before it stay what they are
+        _move_ops(db, path)
     erase_from_logs(db, turn_ids)
     turns = dump_json(turn_ids)
     db.execute(
@@ -92,11 +98,53 @@ def _add_purge(db: sqlite3.Connection, path: Sequence[TurnPath], tok_fp: bytes) 
             if render is None and not last:
                 return  # under this tokenizer the model never came so far
             (own if last else before).extend(() if render is None else render.token_ids)
+    _insert_purge(db, tok_fp, [*before, *own], len(before))
+
+
+def _insert_purge(
+    db: sqlite3.Connection, tok_fp: bytes, ids: Sequence[int], keep_tokens: int
+) -> None:
     db.execute(
         "INSERT INTO purges(tok_fp, token_ids, keep_tokens, ops, created_at)"
         " VALUES(?, ?, ?, '[]', ?)",
-        (tok_fp, pack_ids([*before, *own]), len(before), now_ms()),
+        (tok_fp, pack_ids(ids), keep_tokens, now_ms()),
     )
+
+
+def _restarts(
+    db: sqlite3.Connection, turn: TurnPath, tok_fp: bytes
+) -> list[tuple[tuple[int, ...], int]]:
+    """The chains that restarts behind a turn began with its ids in sight."""
+    marks = {"turns": dump_json([turn.turn.id])}
+    leaves = db.execute(
+        f"{_BEHIND} SELECT b.id FROM behind b"
+        " WHERE NOT EXISTS (SELECT 1 FROM turns t WHERE t.parent_id = b.id)",
+        marks,
+    ).fetchall()
+    found: list[tuple[tuple[int, ...], int]] = []
+    for (leaf,) in leaves:
+        found += restarted(load_turns(db, path_ids(db, leaf)), tok_fp, turn)
+    return list(dict.fromkeys(found))
+
+
+def _move_ops(db: sqlite3.Connection, path: Sequence[TurnPath]) -> None:
+    """Forget records that count ids count without those of the last turn from now on.
+
+    The other records name turns, and stay as they are.
+    """
+    if not path[-1].shown:
+        return
+    marks = {"turns": dump_json([path[-1].turn.id])}
+    for forget_id, text in db.execute(
+        f"{_BEHIND} SELECT id, op FROM forgets WHERE at_turn_id IN (SELECT id FROM behind)", marks
+    ).fetchall():
+        op = load_object(text, f"forget record {forget_id}")
+        if "at" not in op:
+            continue
+        spans = spans_of_path(path, bytes.fromhex(str(op.get("tok_fp", ""))))
+        if spans is not None:
+            op = moved(op, spans[-1].start, spans[-1].stop)
+            db.execute("UPDATE forgets SET op = ? WHERE id = ?", (dump_json(op), forget_id))
 
 
 def _blank(db: sqlite3.Connection, turns: str) -> None:

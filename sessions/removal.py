@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sessions.chains import restarted
 from sessions.columns import dump_json, pack_ids, unpack_ids
 from sessions.logfile import erase_turns, turn_key
 from sessions.tree import load_turns, now_ms, path_ids, unindex
@@ -122,6 +123,7 @@ def _removed_paths(db: sqlite3.Connection, doomed: Sequence[int]) -> list[_Remov
                 ids += render.token_ids
             if ids:
                 removed.append(_Removed(tok_fp, tuple(ids), ops))
+            removed += [_Removed(tok_fp, other, ops) for other, _ in restarted(path, tok_fp)]
     return removed
 
 

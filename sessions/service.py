@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from chatkv import forget
 from chatkv.engine import Engine
 from chatkv.errors import ChatKVError, ContextFull, OutOfPages, StoreBusy, StoreError, UsageError
 from chatkv.events import (
@@ -22,25 +23,26 @@ from chatkv.events import (
     Done,
     Event,
     Failed,
-    MessageIds,
     Prefill,
     Ready,
     Rendered,
     TokenLogprob,
     Usage,
 )
+from chatkv.kv.ops import num_live
+from chatkv.models.spec import ModelSpec
 from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import ReplyText, Sequence, spans_of
 from chatkv.spec.stats import DraftStats
 from sessions.counters import Window
 from sessions.pages import SqlitePageStore
+from sessions.planning import in_sight, sight_of, slid
 from sessions.port import PathMessage, Request
+from sessions.rendering import RenderedPath, render
 from sessions.token_log import StoredLog
 from sessions.trusted import take_pages
 
-RESERVE_TOKENS = 1024
-"""Longest reply when nobody says: this or a quarter of the context, whichever is less."""
 PURGE_S = 5.0
 """How long a purge waits for pages that are on their way to the disk."""
 
@@ -76,7 +78,7 @@ class EngineService:
 
     def ready(self) -> Ready:
         """What a front needs to know before its first request."""
-        model = self.engine.model
+        model, limits = self.engine.model, self.engine.limits()
         return Ready(
             model=model.spec.name,
             device=model.device,
@@ -86,6 +88,11 @@ class EngineService:
             drafting=self.engine.config.spec,
             tok_fp=self.tokenizer.tok_fp().hex(),
             notice=self.notice,
+            trained_limit=limits.trained,
+            page_tokens=limits.page_tokens,
+            no_rebase=limits.no_rebase,
+            closing_tokens=limits.closing,
+            parameters=_parameters(model.spec),
         )
 
     def generate(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
@@ -107,7 +114,8 @@ class EngineService:
             )
 
     def call(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Small questions: `texts`, `kv_stats`, `explain_drafting`, `set_spec`, `purge`."""
+        """Small questions: `texts`, `kv_stats`, `explain_drafting`, `set_spec`, `plan_forget`,
+        `price`, `preview`, `purge`."""
         match name:
             case "texts":
                 return {"texts": [self._text(int(token)) for token in args["ids"]]}
@@ -118,11 +126,14 @@ class EngineService:
             case "set_spec":
                 self.engine.drafting.set_mode(str(args["mode"]))
                 return {"text": self.engine.drafting.explain()}
+            case "plan_forget":
+                return self._plan_forget(Request.from_json(args["request"]))
+            case "price":
+                return self._price(Request.from_json(args["request"]))
             case "purge":
                 return {"pages": self._purge(list(args["ids"]), int(args["keep_tokens"]))}
             case "preview":
-                messages = [path_message(message) for message in args["messages"]]
-                return self._preview(messages, args["salt"])
+                return self._preview(Request.from_json(args["request"]))
             case "take_pages":
                 return self._take_pages(**args)
             case _:
@@ -134,13 +145,11 @@ class EngineService:
             self.log.close()
 
     def _generate(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
-        rendered, tokens, sampled = self._render(request.messages)
+        path = self._path(request)
         params = self._params(request)
-        if len(tokens) + 1 > self.engine.context_limit:
-            new = len(rendered[-1].ids) if rendered else 0
-            raise ContextFull(
-                used=len(tokens) - new, needed=new + 1, limit=self.engine.context_limit
-            )
+        limits = self._limits(params)
+        sight = sight_of(request, path, limits, self.tokenizer.tok_fp().hex())
+        tokens, sampled, ops = forget.flatten(path.tokens, path.sampled, sight.ops)
         # A grammar that does not compile is refused before anything is stored for this turn.
         seq = self.engine.add(
             tokens,
@@ -148,17 +157,24 @@ class EngineService:
             params,
             reply=ReplyText(self.tokenizer.stream(), params.stop),
             salt=None if request.salt is None else bytes.fromhex(request.salt),
+            ops=ops,
+            slide=sight.slide,
         )
-        if rendered:
-            yield Rendered(tuple(rendered))
+        if path.made:
+            yield Rendered(tuple(path.made))
+        yield from sight.events
         if self.log is not None:
             self.log.poke()  # the turn before this one is stored by now
         self.engine.drafting.set_mode(request.spec or self.engine.config.spec)
         report = PrefillReport(known=computed_before(request.messages))
-        yield from self._reply(seq, report, cancelled)
+        yield from self._reply(seq, report, len(path.tokens) - len(tokens), cancelled)
 
     def _reply(
-        self, seq: Sequence, report: PrefillReport, cancelled: Callable[[], bool]
+        self,
+        seq: Sequence,
+        report: PrefillReport,
+        left_out: int,
+        cancelled: Callable[[], bool],
     ) -> Iterator[Event]:
         assert seq.reply is not None
         engine = self.engine
@@ -170,6 +186,7 @@ class EngineService:
                 if cancelled():
                     seq.finish_reason = "cancelled"
                     break
+                yield from self._slid(seq)
                 yield Prefill(report.reused, done, total)
             prompt_ms = 1000 * (perf_counter() - begun)
             if seq.num_generated:
@@ -180,6 +197,7 @@ class EngineService:
                 decode_ms += 1000 * (perf_counter() - started)
                 if cancelled() and not seq.finished:
                     seq.finish_reason = "cancelled"
+                yield from self._slid(seq)
                 yield Delta(seq.reply.take(), tokens, self._logprobs(seq, len(tokens)))
         except OutOfPages:
             if not seq.num_generated:
@@ -189,11 +207,12 @@ class EngineService:
             stats = engine.finish(seq)
             if engine.saver is not None and self.pages is not None:
                 engine.saver.after_pages(self.pages.end_turn)
-        yield self._done(seq, report, stats, prompt_ms, decode_ms)
+        yield self._done(seq, left_out, report, stats, prompt_ms, decode_ms)
 
     def _done(
         self,
         seq: Sequence,
+        left_out: int,
         report: PrefillReport,
         stats: DraftStats,
         prompt_ms: float,
@@ -205,8 +224,9 @@ class EngineService:
         ids = seq.tokens[seq.prompt_tokens :]
         # A reply that never began is none: there is nothing to close.
         closing = self.tokenizer.closing_ids(ids[-1] in self.tokenizer.eos_ids) if ids else ()
+        live = num_live(seq.ops, len(seq.tokens))
         usage = Usage(
-            prompt_tokens=seq.prompt_tokens,
+            prompt_tokens=report.reused + report.computed,
             cached_tokens=report.reused,
             prompt_n=report.computed,
             reusable_tokens=min(report.known, report.reused + report.computed),
@@ -223,7 +243,9 @@ class EngineService:
             reuse_detail=report.detail,
             verified=report.verified,
             context_limit=self.engine.context_limit,
-            context_used=len(seq.tokens) + len(closing),
+            context_used=live + len(closing),
+            context_reserved=self._limits(seq.sampler.params).reserve,
+            forgotten_tokens=left_out + len(seq.tokens) - live,
             pages_used=self.engine.pool.used,
             pages_total=self.engine.pool.num_pages,
         )
@@ -236,6 +258,12 @@ class EngineService:
             usage=usage,
             notice=self._notice(DEAD_END if seq.finish_reason == "dead_end" else ""),
         )
+
+    def _slid(self, seq: Sequence) -> Iterator[Event]:
+        """What the reply itself has put out of sight since the last time, before its tokens."""
+        plans, seq.forgot = seq.forgot, []
+        for one in plans:
+            yield slid(one, self.tokenizer.tok_fp().hex())
 
     def _logprobs(self, seq: Sequence, count: int) -> tuple[TokenLogprob, ...]:
         """Those of the last tokens, if the request asks for them."""
@@ -269,50 +297,35 @@ class EngineService:
         settings = dict(request.sampling)
         settings["stop"] = tuple(settings.get("stop", ()))
         if settings.get("max_tokens") is None:
-            settings["max_tokens"] = min(RESERVE_TOKENS, max(1, self.engine.context_limit // 4))
+            settings["max_tokens"] = forget.reserve_tokens(self.engine.context_limit)
         return SamplingParams(**settings)
 
-    def _render(
-        self, messages: list[PathMessage] | tuple[PathMessage, ...] | Any
-    ) -> tuple[list[MessageIds], list[int], list[bool]]:
-        """Ids of the whole path, and those that had to be made for it."""
-        made: list[MessageIds] = []
-        tokens: list[int] = []
-        sampled: list[bool] = []
-        system = messages[0].content if messages and messages[0].role == "system" else ""
-        for index, message in enumerate(messages):
-            ids, spans = self._message(index, message, system)
-            if message.ids is None or ids != tuple(message.ids):
-                made.append(MessageIds(index, ids, spans))
-            flags = [False] * len(ids)
-            for start, stop in spans:
-                flags[start:stop] = [True] * (stop - start)
-            tokens += ids
-            sampled += flags
-        return made, tokens, sampled
+    def _limits(self, params: SamplingParams) -> forget.Limits:
+        """What a path has to fit. At most half of the context is kept for the reply: one that may
+        be longer would have every turn forget all the others."""
+        return self.engine.limits(min(params.max_tokens or 0, self.engine.context_limit // 2))
 
-    def _message(
-        self, index: int, message: PathMessage, system: str
-    ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """Ids of one message, made if it has none, closed if it is a reply that was cut."""
-        tokenizer = self.tokenizer
-        if message.ids and max(message.ids) >= self.engine.model.spec.vocab_size:
-            message = replace(message, ids=None, sampled=())  # imported, and of no token here
-        if message.role == "system":
-            ids = message.ids if message.ids is not None else tokenizer.head_ids(system or None)
-            return tuple(ids), ()
-        if message.role == "user":
-            if message.ids is not None:
-                return tuple(message.ids), ()
-            return tuple(tokenizer.user_ids(message.content, index <= 1, system or None)), ()
-        ids = message.ids
-        if ids is None:
-            ids = tokenizer.encode(message.content, special=False)
-            return (*ids, *tokenizer.closing_ids(False)), ()
-        if not ids or (message.sampled and message.sampled[-1][1] == len(ids)):
-            ended = bool(ids) and ids[-1] in tokenizer.eos_ids
-            return (*ids, *tokenizer.closing_ids(ended)), message.sampled
-        return tuple(ids), message.sampled
+    def _path(self, request: Request) -> RenderedPath:
+        return render(request.messages, self.tokenizer, self.engine.model.spec.vocab_size)
+
+    def _plan_forget(self, request: Request) -> dict[str, Any]:
+        """What a request would put out of sight. Computes nothing."""
+        limits = self._limits(self._params(request))
+        try:
+            sight = sight_of(request, self._path(request), limits, self.tokenizer.tok_fp().hex())
+        except ContextFull as full:
+            return {"plans": [], "error": full.to_json()}
+        return {"plans": [one.to_json() for one in sight.plans], "error": None}
+
+    def _price(self, request: Request) -> dict[str, Any]:
+        """What it would take to come to the end of a path as it stands. Computes nothing."""
+        path = self._path(request)
+        ops = in_sight(request, path, self.tokenizer.tok_fp().hex())
+        tokens, sampled, ops = forget.flatten(path.tokens, path.sampled, ops)
+        salt = None if request.salt is None else bytes.fromhex(request.salt)
+        if self.engine.saver is not None:
+            self.engine.saver.flush(1.0)
+        return asdict(self.engine.price(tokens, sampled, ops, salt))
 
     def _purge(self, ids: list[int], keep_tokens: int) -> int:
         """Remove the pages of a deleted or redacted path, those in memory too. Returns how many
@@ -332,11 +345,13 @@ class EngineService:
             )
         return pages.purge(ids, keep_tokens)
 
-    def _preview(self, messages: list[PathMessage], salt: str | None) -> dict[str, Any]:
+    def _preview(self, request: Request) -> dict[str, Any]:
         """The fields of a `Preview`."""
-        _, tokens, sampled = self._render(messages)
-        found = self.engine.preview(tokens, sampled, None if salt is None else bytes.fromhex(salt))
-        return asdict(found)
+        path = self._path(request)
+        salt = None if request.salt is None else bytes.fromhex(request.salt)
+        ops = in_sight(request, path, self.tokenizer.tok_fp().hex()) if path.spans else []
+        tokens, sampled, ops = forget.flatten(path.tokens, path.sampled, ops)
+        return asdict(self.engine.preview(tokens, sampled, salt, ops))
 
     def _take_pages(self, path: str, jsonl: str, max_bytes: int) -> dict[str, Any]:
         """Pages from a file that the user trusts. Raises BadPages."""
@@ -363,16 +378,6 @@ class EngineService:
         }
 
 
-def path_message(data: dict[str, Any]) -> PathMessage:
-    """A message as JSON has it."""
-    return PathMessage(
-        role=data["role"],
-        content=data["content"],
-        ids=None if data["ids"] is None else tuple(data["ids"]),
-        sampled=tuple((a, b) for a, b in data["sampled"]),
-    )
-
-
 def computed_before(messages: SequenceOf[PathMessage]) -> int:
     """Tokens from the first on that had rows once: all up to the last id that a model chose."""
     known = length = 0
@@ -383,3 +388,11 @@ def computed_before(messages: SequenceOf[PathMessage]) -> int:
             known = length + message.sampled[-1][1] - 1
         length += len(message.ids)
     return known
+
+
+def _parameters(spec: ModelSpec) -> int:
+    """Weights of a model of that shape, about: its matrices."""
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    attention = spec.hidden_size * (heads + spec.num_heads * spec.head_dim)
+    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size

@@ -98,6 +98,7 @@ class TurnStore(StoreFile):
         sampling: Mapping[str, Any],
         *,
         render: Render | None = None,
+        ops: Sequence[Mapping[str, Any]] | None = None,
     ) -> BegunTurn:
         """Commit a prompt (T1). When this returns, nothing can lose it.
 
@@ -109,6 +110,7 @@ class TurnStore(StoreFile):
             user_text: The prompt.
             sampling: Settings and seed, enough to replay.
             render: Its ids, if the tokenizer is ready; else `set_render` before generating.
+            ops: Forget records of the turn, as `pending_ops` has them; None takes those.
 
         Raises:
             UnknownSession: The session or the parent is gone.
@@ -142,8 +144,8 @@ class TurnStore(StoreFile):
                 state="done",
                 render=render,
             )
-            if not forked:
-                tree.add_forgets(self._db, turn_id, row.pending_ops)
+            if ops is not None or not forked:
+                tree.add_forgets(self._db, turn_id, row.pending_ops if ops is None else ops)
             moved = self._db.execute(
                 "UPDATE sessions SET head_turn_id = ?, updated_at = ?, trashed_at = NULL,"
                 " pending_ops = '[]' WHERE id = ? AND head_turn_id IS ?",

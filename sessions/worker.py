@@ -17,7 +17,7 @@ from chatkv.errors import ChatKVError
 from chatkv.events import Event, Failed, Loading, to_json
 from sessions.frames import PROTOCOL, FrameWriter, read_frame
 from sessions.port import Request
-from sessions.service import EngineService, path_message
+from sessions.service import EngineService
 
 
 class Worker:
@@ -90,7 +90,7 @@ class Worker:
                     Failed(error.code, error.exit_code, error.message, error.hint), request_id
                 )
             return
-        request = _request(frame["request"])
+        request = Request.from_json(frame["request"])
         for event in service.generate(
             request, lambda: request_id in self._cancelled or self._gone.is_set()
         ):
@@ -102,11 +102,6 @@ class Worker:
         if request_id is not None:
             frame["id"] = request_id
         self._writer.send(frame)
-
-
-def _request(data: dict[str, Any]) -> Request:
-    messages = [path_message(message) for message in data["messages"]]
-    return Request(messages, data["sampling"], data["spec"], data["salt"])
 
 
 def main() -> None:

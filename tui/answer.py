@@ -10,9 +10,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from chatkv.errors import ChatKVError, EngineLost
-from chatkv.events import Done, Event, Failed, TokenLogprob, Usage
-from sessions.port import ChatPort, Preview, TurnView
+from chatkv.events import (
+    Done,
+    Event,
+    Failed,
+    ForgetEvent,
+    RecallEvent,
+    TokenLogprob,
+    Usage,
+)
+from sessions.port import ChatPort, ContextView, Preview, TurnView
 from tui.output import size
+from tui.turns import spans
 
 NO_REPLY = "no reply; the model does not see this turn"
 """What is said of a turn that ended before its reply began."""
@@ -42,6 +51,27 @@ def _closing(events: Iterator[Event]) -> Iterator[None]:
     finally:
         if isinstance(events, Generator):
             events.close()
+
+
+def moment(event: ForgetEvent | RecallEvent) -> str:
+    """What went out of the model's sight, or came back, in one line."""
+    which = f"turns {spans(list(event.turns))}" if event.turns else "part of the conversation"
+    sizes = f"{event.live_before:,} to {event.live_after:,} of {event.limit:,} in sight"
+    if isinstance(event, RecallEvent):
+        return f"{which} came back into the model's context ({event.num_tokens:,} tokens; {sizes})"
+    if not event.num_tokens:
+        return f"Positions were moved: the model was trained for no more ({sizes})"
+    why = "as you said" if event.policy == "user" else f"policy {event.policy}"
+    partly = f", part of {spans(list(event.partly))}" if event.partly else ""
+    return f"{which}{partly} left the model's context ({event.num_tokens:,} tokens, {why}; {sizes})"
+
+
+def missing(view: ContextView) -> list[str]:
+    """One line about what the model does not see, if there is anything."""
+    if not view.missing:
+        return []
+    which = spans(list(view.missing))
+    return [f"The model does not see turns {which} ({view.forgotten_tokens:,} tokens)."]
 
 
 def error_of(failed: Failed) -> ChatKVError:
@@ -99,7 +129,7 @@ def reply_json(chat: ChatPort, done: Done, *, model: str, saved: bool = True) ->
     """
     turns = chat.turns()
     turn = turns[-1] if turns else None
-    limit = done.usage.context_limit
+    limit, seen = done.usage.context_limit, chat.context()
     return {
         "session": chat.id if saved else None,
         "name": chat.name,
@@ -113,9 +143,9 @@ def reply_json(chat: ChatPort, done: Done, *, model: str, saved: bool = True) ->
         "context": {
             "limit": limit,
             "used": done.usage.context_used,
-            "reserved": chat.sampling.get("max_tokens") or min(1024, limit // 4),
-            "missing": [],
-            "why": {},
+            "reserved": done.usage.context_reserved,
+            "missing": list(seen.missing),
+            "why": {str(number): policy for number, policy in seen.why.items()},
         },
     }
 
@@ -147,7 +177,9 @@ def turn_json(turn: TurnView) -> dict[str, Any]:
         "created_at": turn.created_at,
         "sibling": turn.sibling,
         "siblings": turn.siblings,
+        "seen": turn.seen,
         "redacted": turn.redacted,
+        "pinned": turn.pinned,
         **(usage_json(turn.usage) if turn.usage else {}),
     }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from chatkv.events import Usage
-from sessions.port import ChatPort, TurnView
+from sessions.port import ChatPort, ContextView, TurnView
 from tui.reply import Kind
 from tui.safe_text import NOTHING, SafeText, safe_line
 
@@ -30,6 +30,8 @@ class ChatView:
     fork: str
     turns: list[TurnView]
     sampling: dict[str, Any] = field(default_factory=dict)
+    context: ContextView | None = None
+    """What the model sees of it."""
 
     @property
     def title(self) -> SafeText:
@@ -69,7 +71,8 @@ class Waiting:
 def read_chat(chat: ChatPort) -> ChatView:
     """Read all the screen shows. May block on the store. Raises ChatKVError."""
     turns = chat.turns()
-    return ChatView(chat, chat.id, chat.name, chat.fork_name, turns, dict(chat.sampling))
+    sampling = dict(chat.sampling)
+    return ChatView(chat, chat.id, chat.name, chat.fork_name, turns, sampling, chat.context())
 
 
 def sibling_ids(turn: TurnView) -> tuple[int, ...]:

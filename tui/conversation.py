@@ -75,6 +75,8 @@ def demand(work: Workspace, chat: ChatPort) -> None:
         chat.set(key, value)
     if work.settings.values["spec.mode"].origin in ("flag", "env"):
         set_spec(chat, work.settings["spec.mode"])
+    if work.settings.values["context.on_overflow"].origin in ("flag", "env"):
+        chat.set_policy(work.settings["context.on_overflow"])
 
 
 def set_spec(chat: ChatPort, mode: str) -> None:

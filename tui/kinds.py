@@ -13,6 +13,7 @@ from typing import Any
 
 from chatkv.config import SPEC_MODES
 from chatkv.errors import ConfigError
+from chatkv.forget import parse_policy
 from chatkv.sampling import Grammar
 
 
@@ -114,6 +115,22 @@ def wholes(low: int) -> Callable[[Any], tuple[int, ...]]:
             raise ValueError(f"must be whole numbers of {low} or more, as 1,2") from None
 
     return read
+
+
+def overflow(raw: Any) -> str:
+    """A forget policy with its parameters, or `ask` or `stop`."""
+    if not isinstance(raw, str):
+        raise ValueError("must be text such as turns")
+    if raw in ("ask", "stop"):
+        return raw
+    if raw.partition(":")[0] == "summarize":
+        raise ValueError("must be error, turns, oldest, window, ask or stop")
+    try:
+        parse_policy(raw)
+    except ConfigError as error:
+        message = error.message[0].lower() + error.message[1:]
+        raise ValueError(f"{message.removesuffix('.')}. {error.hint}".removesuffix(".")) from None
+    return raw
 
 
 def texts(raw: Any) -> tuple[str, ...]:

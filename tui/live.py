@@ -11,7 +11,7 @@ from tui.reply import Reply
 from tui.safe_text import NOTHING, SafeStream, SafeText
 from tui.widgets.transcript import Transcript
 from tui.widgets.turn_view import Card, folded
-from tui.wording import count
+from tui.wording import count, moment_text
 
 FLOOR_S, CEILING_S = 0.08, 0.6
 """Shortest and longest pause between drawings: a busy machine must not make a reply stand still."""
@@ -34,10 +34,17 @@ class Live:
 
     async def begin(self, index: int, number: int) -> None:
         """Put the turn at that place of the transcript; all after it goes."""
-        shown = Card(number, folded(self.reply.prompt), [NOTHING], right=self.words)
+        shown = Card(
+            number, folded(self.reply.prompt), [NOTHING], right=self.words, rules=self.rules
+        )
         await self._transcript.begin(index, shown)
         self.begun = True
         self.wake()
+
+    @property
+    def rules(self) -> list[SafeText]:
+        """What went out of the model's sight with it."""
+        return [moment_text(moment) for moment in self.reply.moments]
 
     @property
     def words(self) -> SafeText:
@@ -69,7 +76,7 @@ class Live:
         began = time.thread_time()
         fresh = "" if self.reply.phase == "stopping" else self.reply.take()
         last = self._transcript.cards[-1]
-        last.right = self.words
+        last.right, last.rules = self.words, self.rules
         self._transcript.restate(last)
         await self._transcript.extend(self._safe.push(fresh))
         self._screen.call_after_refresh(self._drawn, began)

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 
 from chatkv.errors import ChatKVError, UsageError
-from chatkv.events import Done, Event
+from chatkv.events import Done, Event, ForgetEvent, RecallEvent
 from sessions.port import ChatPort
 from tui import actions, answer, output, prompt_text, schema, slash
 from tui.command import Globals
+from tui.commands.context import context_lines
 from tui.conversation import demand, find_turn, set_spec
 from tui.interrupts import Interrupts, Stopped
 from tui.printers import TextPrinter
@@ -21,7 +22,7 @@ from tui.slash import Slash
 from tui.turn_tree import tree_lines
 from tui.turns import spans, turn_numbers
 from tui.wiring import Workspace
-from tui.wording import redact_words
+from tui.wording import WAYS_OUT, planned_text, price_text, redact_words
 
 
 class Leave(Exception):
@@ -95,8 +96,17 @@ class PlainChat:
     def _take(self, text: str) -> int:
         parsed = slash.parse(text)
         if isinstance(parsed, str):
-            return self._reply(lambda: self._chat.send(parsed))
+            return self._reply(lambda: self._chat.send(parsed)) if self._agreed(parsed) else 0
         return getattr(self, f"_do_{parsed.name}")(parsed) or 0
+
+    def _agreed(self, text: str) -> bool:
+        """Whether to send a text that makes the model forget, if the policy is `ask` or `stop`."""
+        if self._chat.policy not in ("ask", "stop") or not (plans := self._chat.plan(text)):
+            return True
+        said = "; ".join(planned_text(one) for one in plans)
+        if self._chat.policy == "stop" or not self._interactive:
+            raise UsageError(f"Not sent: it would need room. {said}.", hint=WAYS_OUT)
+        return (self._read(f"{said}. Send? [y/N] ") or "").lower() == "y"
 
     def _reply(self, begin: Callable[[], Iterator[Event]]) -> int:
         """Print one reply. Ctrl-C ends the reply; for a script, and on TERM, the chat too."""
@@ -107,6 +117,8 @@ class PlainChat:
 
             def pass_on(event: Event) -> None:
                 interrupts.remind()
+                if isinstance(event, ForgetEvent | RecallEvent):
+                    self._found.note(answer.moment(event))
                 form.event(event, chat)
 
             try:
@@ -181,6 +193,40 @@ class PlainChat:
 
     def _do_stats(self, _: Slash) -> None:
         output.note(answer.summary(self._last) if self._last else "No reply yet.")
+
+    def _do_forget(self, line: Slash) -> None:
+        turns = self._chat.turns()
+        if line.words[:1] == ["--before"]:
+            before = turn_numbers(" ".join(line.words[1:]), len(turns))[0]
+            seen = [turn.number for turn in turns if turn.seen == "live" and not turn.pinned]
+            numbers = [number for number in seen if number < before]
+        else:
+            numbers = turn_numbers(line.rest, len(turns))
+        self._chat.forget(numbers)
+        output.note(f"From the next turn on the model does not see {spans(numbers)}.")
+
+    def _do_recall(self, line: Slash) -> None:
+        count = len(self._chat.turns())
+        every = list(self._chat.context().missing)
+        numbers = every if line.words == ["--all"] else turn_numbers(line.rest, count)
+        price = self._chat.price((), numbers)
+        usages = [turn.usage for turn in self._chat.turns()]
+        output.note(f"The next turn: {price_text(price, usages)}.")
+        self._chat.recall(numbers)
+        output.note(f"From the next turn on the model sees {spans(numbers)} again.")
+
+    def _do_pin(self, line: Slash) -> None:
+        numbers = turn_numbers(line.rest, len(self._chat.turns()))
+        output.note(self._chat.pin(numbers) or f"Pinned: {spans(numbers)}.")
+
+    def _do_unpin(self, line: Slash) -> None:
+        numbers = turn_numbers(line.rest, len(self._chat.turns()))
+        self._chat.pin(numbers, pinned=False)
+        output.note(f"No longer pinned: {spans(numbers)}.")
+
+    def _do_context(self, _: Slash) -> None:
+        for text in context_lines(self._chat.context()):
+            output.note(text)
 
     def _do_redact(self, line: Slash) -> None:
         words = line.words

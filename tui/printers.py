@@ -6,7 +6,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from chatkv.errors import ChatKVError
-from chatkv.events import Delta, Done, Event, Prefill, TokenLogprob
+from chatkv.events import (
+    Delta,
+    Done,
+    Event,
+    ForgetEvent,
+    Prefill,
+    RecallEvent,
+    TokenLogprob,
+    to_json,
+)
 from sessions.port import ChatPort
 from tui import answer, output, prompt_text
 
@@ -90,6 +99,8 @@ class EventPrinter(TextPrinter):
         if isinstance(event, Prefill):
             numbers = {"reused": event.reused, "done": event.done, "total": event.total}
             output.write_json({"type": "prefill", **numbers})
+        elif isinstance(event, ForgetEvent | RecallEvent):
+            output.write_json(to_json(event))
         elif isinstance(event, Delta):
             extra = answer.logprobs_json(event.logprobs)
             said = {"text": event.text, "ids": list(event.ids), **extra}

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from chatkv.errors import ChatKVError
-from chatkv.events import Delta, Done, Event, Failed, Prefill, Rendered
-from sessions.port import ChatPort
+from chatkv.events import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    ForgetEvent,
+    Prefill,
+    RecallEvent,
+    Rendered,
+)
+from sessions.port import ChatPort, Moment
 
 Kind = Literal["send", "again", "edit"]
 Phase = Literal["sending", "prefill", "generating", "stopping", "done", "failed"]
@@ -41,6 +50,8 @@ class Reply:
     """Turns on the path before it: one that is not among them was committed by it."""
     over: bool = False
     """Whether its thread is done, and the chat can be read again."""
+    moments: list[Moment] = field(default_factory=list)
+    """What went out of the model's sight with it, and what came back."""
     _taken: int = 0
 
     def events(self) -> Iterator[Event]:
@@ -74,6 +85,11 @@ class Reply:
                 error = ChatKVError(message, hint=hint)
                 error.code, error.exit_code = code, exit_status
                 self.end(error)
+            case ForgetEvent(policy):
+                gone = tuple(sorted({*event.turns, *event.partly}))
+                self.moments.append(Moment(policy, gone, event.num_tokens))
+            case RecallEvent(turns, num_tokens):
+                self.moments.append(Moment("user", turns, num_tokens, back=True))
             case _ if self.phase == "stopping":
                 pass
             case Rendered():

@@ -90,6 +90,12 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "context.limit", kinds.whole(1), None, "tokens of a conversation; unset: the model's"
         ),
+        Setting(
+            "context.on_overflow",
+            kinds.overflow,
+            None,
+            "what to do when a turn does not fit; unset: turns in the chat, error elsewhere",
+        ),
         Setting("spec.mode", kinds.mode, "auto", "drafting: none, auto, chain:N or tree:N"),
         Setting(
             "spec.drafters",

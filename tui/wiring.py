@@ -67,7 +67,11 @@ class Workspace:
 
 
 def open_workspace(
-    settings: Settings, *, ephemeral: bool = False, resume: str | None = None
+    settings: Settings,
+    *,
+    ephemeral: bool = False,
+    resume: str | None = None,
+    policy: str = "error",
 ) -> Workspace:
     """Open chat.db and prepare, but do not start, the engine.
 
@@ -75,6 +79,7 @@ def open_workspace(
         settings: The settings of this run.
         ephemeral: Keep the conversations in memory and no pages on disk.
         resume: The chat that will be opened: its own model is used unless a flag names one.
+        policy: What to do when a turn does not fit, where neither settings nor the chat say it.
 
     Raises:
         StoreError: chat.db cannot be opened.
@@ -84,7 +89,7 @@ def open_workspace(
     try:
         model = model_of(settings, store, resume)
         engine = make_engine(settings, model, ephemeral=ephemeral, logged=not ephemeral)
-        chats = make_chats(store, engine, settings, model)
+        chats = make_chats(store, engine, settings, model, policy=policy)
         return Workspace(settings, store, engine, chats, model, ephemeral)
     except BaseException:
         store.close()
@@ -115,11 +120,18 @@ def make_engine(
     return ChildEngine(engine_options(settings, model, ephemeral=ephemeral), log)
 
 
-def make_chats(store: ChatStore, engine: EnginePort, settings: Settings, model: str) -> ChatsPort:
+def make_chats(
+    store: ChatStore,
+    engine: EnginePort,
+    settings: Settings,
+    model: str,
+    *,
+    policy: str = "error",
+) -> ChatsPort:
     """The conversations over a store and an engine."""
     from sessions.chat import Chats
 
-    return Chats(store, engine, settings=chat_settings(settings, model))
+    return Chats(store, engine, settings=chat_settings(settings, model), policy=policy)
 
 
 def engine_options(settings: Settings, model: str, *, ephemeral: bool) -> dict[str, Any]:
@@ -146,7 +158,9 @@ def engine_options(settings: Settings, model: str, *, ephemeral: bool) -> dict[s
 def chat_settings(settings: Settings, model: str) -> dict[str, Any]:
     """What a new chat begins with, and an old one falls back to."""
     sampling = {key: v for key, v in settings.group("sampling").items() if v not in (None, ())}
-    return {"model": model, "sampling": sampling, "spec": settings["spec.mode"]}
+    found = {"model": model, "sampling": sampling, "spec": settings["spec.mode"]}
+    policy = settings["context.on_overflow"]
+    return found if policy is None else {**found, "policy": policy}
 
 
 def model_of(settings: Settings, store: ChatStore, resume: str | None) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 
 from chatkv.errors import ChatKVError
-from chatkv.events import Usage
+from chatkv.events import ForgetPlanned, Usage
+from sessions.port import ContextView, Moment, Price
 from tui.answer import NO_REPLY
-from tui.safe_text import SafeText, safe_line, safe_text
+from tui.safe_text import NOTHING, SafeText, safe_line, safe_text
 from tui.turns import spans
 
 DAY_S = 86_400
@@ -97,6 +98,81 @@ def redact_words(
         facts.append(SafeText(f"Shared with {', '.join(map(safe_line, forks))}: gone there too."))
     verb = "Redact and purge" if purge else "Redact"
     return SafeText(f"{verb} turns {spans(list(numbers))}? Nothing brings them back."), facts
+
+
+def moment_text(moment: Moment) -> SafeText:
+    """What the rule in the transcript says where turns went out of sight, or came back."""
+    which = f"turn{'s' if len(moment.turns) > 1 else ''} {spans(list(moment.turns))}"
+    tokens = plural(moment.num_tokens, "token")
+    if moment.back:
+        return SafeText(f"{which} came back into the model's context ({tokens})")
+    if moment.policy == "user":
+        return SafeText(f"{which} left the model's context, as you said ({tokens}). /recall")
+    oldest = f"{plural(len(moment.turns), 'oldest turn')} left the model's context ({tokens})"
+    return SafeText(f"{oldest}. Still in history. /context, /recall")
+
+
+def missing_text(view: ContextView) -> SafeText:
+    """The banner while any turn of the path is out of sight."""
+    if not view.missing:
+        return NOTHING
+    which = f"turn{'s' if len(view.missing) > 1 else ''} {spans(list(view.missing))}"
+    tokens = f" · {view.forgotten_tokens:,} tok" if view.forgotten_tokens else ""
+    return SafeText(f"FORGOTTEN {which}{tokens} · the model cannot see them")
+
+
+WAYS_OUT = "/forget turns of your own choice, /pin what must stay, or use a larger --context."
+
+
+def planned_text(plan: ForgetPlanned) -> SafeText:
+    """What a turn will put out of sight, with the numbers before and after."""
+    turns = sorted({*plan.turns, *plan.partly})
+    which = f"turn{'s' if len(turns) > 1 else ''} {spans(turns)}"
+    return SafeText(
+        f"{which} would leave the model's context ({plan.num_tokens:,} tokens; "
+        f"{plan.live_before:,} to {plan.live_after:,} of {plan.limit:,})"
+    )
+
+
+WARN_SHARE = 0.85
+"""From this share of the context on the status line says what comes."""
+
+
+def coming_text(view: ContextView) -> tuple[SafeText, str]:
+    """What the next turn will put out of sight, and how much it matters: `error`, `warning`,
+    `info` or nothing."""
+    waits = [f"forgets {spans(list(view.forget))}"] if view.forget else []
+    waits += [f"brings back {spans(list(view.recall))}"] if view.recall else []
+    if view.warning.startswith("The next turn"):
+        return SafeText("the next turn will not fit: /forget, /context"), "error"
+    full = bool(view.limit) and (view.used_next or 0) >= WARN_SHARE * view.limit
+    plan = next((one for one in view.plans if one.num_tokens), None)
+    if full and plan is not None:
+        turns = plural(len(plan.turns) or len(plan.partly), "turn")
+        said = f"next turn will forget {turns} ({plural(plan.num_tokens, 'token')})"
+        return SafeText(f"{said}: /pin, /context"), "warning"
+    if waits:
+        return SafeText(f"next turn {', '.join(waits)}: /context"), "info"
+    return NOTHING, "warning" if full else ""
+
+
+def price_text(price: Price, usages: Sequence[Usage | None]) -> SafeText:
+    """What a change of the context costs, with the time it took before where one is known."""
+    parts = [f"{price.computed:,} tokens computed{_about(price.computed, usages)}"]
+    if price.disk:
+        parts.append(f"{price.disk:,} read from disk")
+    if price.pool:
+        parts.append(f"{price.pool:,} in memory")
+    return SafeText(" · ".join(parts))
+
+
+def _about(tokens: int, usages: Sequence[Usage | None]) -> str:
+    """How long that takes at the rate of the longest prompt that was computed here."""
+    known = [usage for usage in usages if usage is not None and usage.prompt_n and usage.prompt_ms]
+    if not known or not tokens:
+        return ""
+    best = max(known, key=lambda usage: usage.prompt_n)
+    return f" (about {tokens * best.prompt_ms / best.prompt_n / 1000:.1f} s)"
 
 
 REPLY_ENDS = {

@@ -10,12 +10,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chatkv.errors import ChatKVError, ConfigError, EngineLost, UnknownSession, UsageError
-from chatkv.events import Delta, Done, Event, MessageIds, Prefill, Ready, Rendered, Usage
+from chatkv.events import (
+    Delta,
+    Done,
+    Event,
+    ForgetEvent,
+    ForgetPlanned,
+    MessageIds,
+    Prefill,
+    Ready,
+    Rendered,
+    Usage,
+)
 from sessions.port import (
     ChatPort,
     ChatRow,
+    ContextTurn,
+    ContextView,
     EngineState,
+    Moment,
     Preview,
+    Price,
     Request,
     TreeTurn,
     TurnView,
@@ -120,6 +135,9 @@ class FakeTurn:
     finish_reason: str = ""
     seed: int = 7
     redacted: bool = False
+    pinned: bool = False
+    why: str = ""
+    moments: tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +159,10 @@ class FakeChats:
         self.trashed: set[str] = set()
         self.calls: list[str] = []
         self.queries: list[str] = []
+        self.limit = 4096
+        self.plans: tuple[ForgetPlanned, ...] = ()
+        """What the next turn will forget."""
+        self.warning = ""
         self.error: ChatKVError | None = None
         """Raised by the next call that may fail."""
         self._ids = itertools.count(1)
@@ -234,6 +256,9 @@ class FakeChat:
         self._sampling: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}
         self._cancelled = threading.Event()
         self.spec = "auto"
+        self.policy = "turns"
+        self.waits: tuple[set[int], set[int]] = set(), set()
+        """Numbers of the turns that go, and that come back, with the next turn."""
 
     @property
     def id(self) -> str:
@@ -285,7 +310,56 @@ class FakeChat:
         return FakeTurnView(
             turn.id, number, turn.prompt, turn.reply, turn.state, AT_MS, turn.usage,
             turn.finish_reason, turn.seed, ids.index(turn.id) + 1, len(ids), ids, turn.redacted,
+            turn.pinned, self._seen(turn), turn.moments,
         )  # fmt: skip
+
+    @staticmethod
+    def _seen(turn: FakeTurn) -> str:
+        return "redacted" if turn.redacted else "forgotten" if turn.why else "live"
+
+    def set_policy(self, policy: str) -> None:
+        self.policy = policy
+
+    def context(self) -> ContextView:
+        path = self._chats.path(self._id) if self._id else []
+        goes, back = self.waits
+        turns = tuple(
+            ContextTurn(n, t.id, t.prompt, 200, self._seen(t), t.why, t.pinned,
+                        "pinned" if t.pinned else "newest" if n > len(path) - 2 else "")
+            for n, t in enumerate(path, 1)
+        )  # fmt: skip
+        why = {turn.number: turn.why for turn in turns if turn.why}
+        used = 41 + 200 * sum(turn.state == "live" for turn in turns)
+        return ContextView(
+            limit=self._chats.limit, used=used, used_next=used + 200 * (len(back) - len(goes)),
+            reserved=512, policy=self.policy, system_tokens=41, turns=turns, missing=tuple(why),
+            why=why, forget=tuple(sorted(goes)), recall=tuple(sorted(back)),
+            plans=self._chats.plans, warning=self._chats.warning,
+        )  # fmt: skip
+
+    def forget(self, numbers: Any) -> None:
+        self._chats.check(f"forget {list(numbers)}")
+        self.waits[1].difference_update(numbers)
+        self.waits[0].update(numbers)
+
+    def recall(self, numbers: Any) -> None:
+        self._chats.check(f"recall {list(numbers)}")
+        self.waits[0].difference_update(numbers)
+        self.waits[1].update(numbers)
+
+    def price(self, forget: Any = (), recall: Any = ()) -> Price:
+        self._chats.check(f"price {list(forget)} {list(recall)}")
+        return Price(41, 200, 200 * len(recall), 241 + 200 * len(recall))
+
+    def plan(self, text: str, beside: int | None = None) -> list[ForgetPlanned]:
+        self._chats.check(f"plan {text[:20]}")
+        return list(self._chats.plans)
+
+    def pin(self, numbers: Any, *, pinned: bool = True) -> str:
+        self._chats.check(f"pin {list(numbers)} {pinned}")
+        for number in numbers:
+            self._chats.path(self._id)[number - 1].pinned = pinned
+        return "Pins hold 3000 of 4096 tokens." if len(numbers) > 2 else ""
 
     def send(self, text: str) -> Iterator[Event]:
         self._chats.check(f"send {text[:40]}")
@@ -309,6 +383,12 @@ class FakeChat:
         yield Prefill(1848, 1904, 1904)
         try:
             for event in self._events(turn):
+                if isinstance(event, ForgetEvent):
+                    path = self._chats.path(self._id)
+                    for number in event.turns:
+                        path[number - 1].why = event.policy
+                    moment = Moment(event.policy, event.turns, event.num_tokens)
+                    turn.moments = (*turn.moments, moment)
                 if isinstance(event, Done):
                     done = replace(event, text=event.text or turn.reply)
                     turn.reply, turn.usage = done.text, done.usage

@@ -118,7 +118,9 @@ def test_unknown_command_offers_the_nearest() -> None:
 
 
 def test_completion_goes_as_far_as_it_is_clear() -> None:
-    assert slash.complete("/fo") == "/fork "
+    assert slash.complete("/fo") == "/for"
+    assert slash.complete("/fork") == "/fork "
+    assert slash.complete("/forg") == "/forget "
     assert slash.complete("/re") == "/re"
     assert slash.complete("/ed") == "/edit "
     assert slash.complete("hello") is None

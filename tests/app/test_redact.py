@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from app.fakes import FakeChats
+from app.fakes import FakeChat, FakeChats
 from app.stage import stage
 
 from chatkv.errors import StoreError
 
 
-def _told() -> tuple[FakeChats, object]:
+def _told() -> tuple[FakeChats, FakeChat]:
     chats = FakeChats()
     chat = chats.add("ada-notes", ("first", "one"), ("my secret", "two"), ("third", "three"))
     chats.add("ada-notes", fork="side", forked_from=chat.id)
@@ -25,8 +25,11 @@ async def test_a_turn_is_redacted_after_a_question_that_names_the_forks() -> Non
             "Redacted: 2.", "3 stored pages deleted.", "░ 2 you", "redacted", "my secret"
         )
         assert "redact [2] False" in chats.calls
-        assert on.chat_screen.transcript.head(1).has_class("-gone")
-        assert not on.chat_screen.transcript.head(2).has_class("-gone")
+        second, third = (on.chat_screen.transcript.head(index) for index in (1, 2))
+        assert second is not None
+        assert second.has_class("-gone")
+        assert third is not None
+        assert not third.has_class("-gone")
 
 
 async def test_esc_changes_nothing() -> None:

@@ -12,6 +12,7 @@ from program import PROMPTS, Program, say
 from chatkv.errors import EngineLost, ModelError, UsageError
 from chatkv.events import Delta, Done, Failed, Prefill, Rendered
 from sessions.port import PathMessage
+from sessions.rendering import render
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_cancel_keeps_what_there_is_and_the_chat_goes_on(start: Callable[..., Pr
             seen += event.text
             chat.cancel()
         last = event
-    assert isinstance(last, Done)
+    assert isinstance(last, Done)  # pyright: ignore
     assert last.finish_reason == "cancelled"
     (turn,) = chat.turns()
     assert turn.state == "interrupted"
@@ -122,7 +123,7 @@ def test_abandoned_stream_is_closed(start: Callable[..., Program]) -> None:
     for event in stream:
         if isinstance(event, Delta):
             break
-    stream.close()
+    stream.close()  # pyright: ignore
     (turn,) = chat.turns()
     assert turn.state == "interrupted"
     say(chat, PROMPTS[1])
@@ -225,7 +226,7 @@ def test_a_turn_without_a_reply_is_not_shown_to_the_model(
         for event in chat.send("never mind"):
             if isinstance(event, Prefill):
                 chat.cancel()
-        assert isinstance(event, Done)
+        assert isinstance(event, Done)  # pyright: ignore
         assert (event.text, event.ids) == ("", ())
     (_, turn) = chat.turns()
     assert (turn.state, turn.reply) == ("interrupted", "")
@@ -285,6 +286,6 @@ def test_ids_of_no_token_are_made_anew(start):
     """An import may bring any numbers."""
     service = start().engine.service
     message = PathMessage("user", "hello", ids=(10**6, 5), sampled=())
-    made, tokens, _ = service._render([message])
-    assert [one.index for one in made] == [0]
-    assert max(tokens) < service.engine.model.spec.vocab_size
+    path = render([message], service.tokenizer, service.engine.model.spec.vocab_size)
+    assert [one.index for one in path.made] == [0]
+    assert max(path.tokens) < service.engine.model.spec.vocab_size

@@ -16,7 +16,8 @@ from victims import LONG, SlowDisk, TinyWorker, die_in_a_write, reply_slowly
 from chatkv.errors import EngineLost
 from chatkv.events import Done
 from sessions import client
-from sessions.chat import PARTIAL_S, Chats
+from sessions.chat import Chats
+from sessions.reply import PARTIAL_S
 from sessions.store import ChatStore
 from sessions.upkeep import verify
 
@@ -57,7 +58,7 @@ def test_02_killed_in_a_page_write(sampled, tmp_path, step):
         told.expected = sampled.expected
         child = Child(die_in_a_write, told.folder, statements)
         status = child.wait()
-        disk = told.start().pages._disk
+        disk = told.start().pages._disk  # pyright: ignore
         found = verify(disk)
         assert (found.bad, found.quarantined, found.damaged) == ({}, 0, False)
         ends = told.play(3)
@@ -67,7 +68,7 @@ def test_02_killed_in_a_page_write(sampled, tmp_path, step):
             assert status == 0
             break
         assert status == -signal.SIGKILL
-    assert 30 < statements < 399
+    assert 30 < statements < 399  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,8 @@ def test_03_torn_wal(told, tmp_path, cuts):
         before = torn.chat_db.read_bytes()
         program = torn.start()
         assert torn.chat_db.read_bytes() == before
-        pages.add(program.pages.stats().pages)
-        found = verify(program.pages._disk)
+        pages.add(program.pages.stats().pages)  # pyright: ignore
+        found = verify(program.pages._disk)  # pyright: ignore
         assert (found.bad, found.damaged) == ({}, False)
         assert torn.notices(torn.play(3)) == []
         torn.close()
@@ -126,7 +127,7 @@ def test_30_engine_crash_in_write_behind(sampled, monkeypatch):
     with ChatStore(sampled.chat_db) as store:
         chat = Chats(store, engine, settings={"sampling": sampling}).new()
         say(chat, PROMPTS[0])
-        engine._process.kill()  # its pages are still in the queue
+        engine._process.kill()  # its pages are still in the queue  # pyright: ignore
         with pytest.raises(EngineLost, match="signal 9"):
             list(chat.send(PROMPTS[1]))
         assert [(turn.prompt, turn.state) for turn in chat.turns()] == [
@@ -135,6 +136,6 @@ def test_30_engine_crash_in_write_behind(sampled, monkeypatch):
         ]
         engine.start()  # by the front that stayed up
         (*_, done) = chat.again()
-        assert done.text == sampled.expected[1]
+        assert done.text == sampled.expected[1]  # pyright: ignore
         engine.close()
     sampled.play(4)

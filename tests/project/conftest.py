@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 
 from chatkv.errors import ConfigError, UnknownSession
-from chatkv.events import Delta, Done, Event, Prefill, Ready, Rendered, Usage
-from sessions.port import ChatRow, EngineState, Preview, TreeTurn, TurnView
+from chatkv.events import Delta, Done, Event, ForgetPlanned, Prefill, Ready, Rendered, Usage
+from sessions.port import (
+    ChatRow,
+    ContextTurn,
+    ContextView,
+    EngineState,
+    Preview,
+    TreeTurn,
+    TurnView,
+)
 from tui import wiring
 from tui.cli import run
 
@@ -31,6 +39,7 @@ USAGE = Usage(
     draft_n_accepted=3,
     context_limit=4096,
     context_used=46,
+    context_reserved=1024,
 )
 
 
@@ -74,6 +83,25 @@ class FakeChat:
     owner: Any = None
     spec: str = "auto"
     cancelled: bool = False
+    policy: str = "error"
+    missing: tuple[int, ...] = ()
+
+    def set_policy(self, policy: str) -> None:
+        self.policy = policy
+
+    def context(self) -> ContextView:
+        turns = tuple(
+            ContextTurn(t.number, t.id, t.prompt, 10, "forgotten" if t.number in self.missing
+                        else "live", "turns" if t.number in self.missing else "")
+            for t in self.told
+        )  # fmt: skip
+        why = dict.fromkeys(self.missing, "turns")
+        return ContextView(4096, 46, 46, 512, self.policy, 5, turns, self.missing, why)
+
+    def plan(self, text: str, beside: int | None = None) -> list[ForgetPlanned]:
+        if len(text) < 40:
+            return []
+        return [ForgetPlanned("turns", "limit", (1,), (), 10, 4000, 3990, 4096, 0, 0)]
 
     def turns(self) -> list[TurnView]:
         return list(self.told)
@@ -225,7 +253,7 @@ def chats(monkeypatch) -> FakeChats:
     fake = FakeChats()
     engines = fake.engines
 
-    def open_workspace(settings, *, ephemeral=False, resume=None):
+    def open_workspace(settings, *, ephemeral=False, resume=None, policy="error"):
         engines.append(FakeEngine())
         fake.ephemeral = ephemeral
         model = settings["model"]

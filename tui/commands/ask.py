@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from chatkv.errors import EngineLost, TimedOut, UsageError
-from chatkv.events import Event
+from chatkv.errors import ConfigError, EngineLost, TimedOut, UsageError
+from chatkv.events import Event, ForgetEvent, RecallEvent
 from tui import answer, output, prompt_text, wiring
 from tui.command import (
     FILE,
@@ -89,9 +89,15 @@ def ask(
         raise UsageError("--logprobs needs --json or --jsonl.")
     grammar = _grammar(json_schema, regex)
     settings = found.settings(flags_of(options, grammar=grammar, **flags))
+    if settings.values["context.on_overflow"].value in ("ask", "stop"):
+        raise ConfigError(
+            f"on_overflow {settings['context.on_overflow']} needs a screen to answer at.",
+            hint="Here use error, turns, oldest or window.",
+        )
     form = printer(as_json=as_json, jsonl=jsonl, raw=raw, extract=extract)
     text = prompt_text.assemble(prompt, files)
     chat = done = None
+    moments: list[str] = []
     interrupts = Interrupts(timeout)
     try:
         with (
@@ -105,6 +111,8 @@ def ask(
 
             def pass_on(event: Event) -> None:
                 interrupts.remind()
+                if isinstance(event, ForgetEvent | RecallEvent):
+                    moments.append(answer.moment(event))
                 form.event(event, chat)
 
             done = answer.play(chat.send(text), pass_on)
@@ -124,6 +132,9 @@ def ask(
             if chat and chat.id and not ephemeral
             else "",
         )
+    if done is not None and chat is not None and not (as_json or jsonl):
+        for text in moments or answer.missing(chat.context()):
+            found.note(text)
     if done is not None and done.notice:
         # Where both streams end in one place, it must not stand right behind the reply.
         found.note(("\n" if form.open_line else "") + done.notice)

@@ -65,7 +65,7 @@ def chat(
         os.environ["NO_COLOR"] = "1"
     if not lines:
         wiring.check_looks(settings)
-    with wiring.open_workspace(settings, ephemeral=ephemeral, resume=ref) as work:
+    with wiring.open_workspace(settings, ephemeral=ephemeral, resume=ref, policy="turns") as work:
         if lines:
             show_loading(work.engine, found)
             work.start()

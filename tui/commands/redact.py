@@ -19,7 +19,9 @@ NEGATIVE = {"ignore_unknown_options": True}
 """So that -2 is a turn and no option."""
 
 
-@click.command(cls=Command, context_settings=NEGATIVE, short_help="Take turns from the model.")
+@click.command(
+    cls=Command, context_settings=NEGATIVE, short_help="Take turns from the model for good."
+)
 @id_argument
 @turns_argument
 @click.option("--purge", is_flag=True, help="Blank their text and ids too.")

@@ -17,14 +17,15 @@ from tui.chat_view import Drafting, read_chat, sibling_ids
 from tui.messages import LinkChosen
 from tui.safe_text import NOTHING, SafeText, safe_line
 from tui.screens.commands import run_command
+from tui.screens.context import ContextScreen
 from tui.screens.dialogs import AskLine, Confirm, ShowLink, ShowTable, ask_fork_name
 from tui.screens.talk import Talk
 from tui.screens.tree import Choice, TreeScreen, open_turn
 from tui.slash import Slash
 from tui.threads import in_thread
 from tui.turns import spans
-from tui.widgets.turn_view import TurnHead
-from tui.wording import plural, redact_words, usage_rows
+from tui.widgets.turn_view import TurnHead, cards
+from tui.wording import plural, price_text, redact_words, usage_rows
 
 AGAIN_S = 2.0
 """A second Ctrl+C within this time quits."""
@@ -201,6 +202,77 @@ class ChatScreen(Talk):
         if (index := view.place(number)) is not None:
             self._point_at(await self.transcript.reveal(index))
 
+    # What the model sees.
+
+    @work(group="context")
+    async def action_context(self) -> None:
+        """F6: every turn, whether the model sees it, and what a change costs."""
+        chat = self.chat
+        if chat is None or not self.turns:
+            self.say("There is nothing in this chat yet.")
+            return
+        try:
+            view = await in_thread(chat.context)
+        except ChatKVError as error:
+            self.tell(error)
+            return
+        usages = [turn.usage for turn in self.turns]
+        if await self.app.push_screen_wait(ContextScreen(chat, view, usages)):
+            await self._change(lambda _: None, NOTHING)
+
+    @work(group="context")
+    async def forget(self, numbers: list[int]) -> None:
+        """Put turns out of sight from the next turn on."""
+        said = f"From the next turn on the model does not see {spans(numbers)}."
+        await self._change(lambda chat: chat.forget(numbers), SafeText(said))
+
+    @work(group="context")
+    async def recall(self, numbers: list[int]) -> None:
+        """Bring turns back, after a look at the price."""
+        chat = self.chat
+        if chat is None or not numbers:
+            self.say("Nothing is out of the model's sight.")
+            return
+        facts = [SafeText("Nothing is computed before the next turn.")]
+        try:
+            if self.app.engine_free:
+                price = await in_thread(partial(chat.price, (), numbers))
+                words = price_text(price, [turn.usage for turn in self.turns])
+                facts = [SafeText(f"The next turn then stands on {price.live:,} tokens: {words}.")]
+        except ChatKVError as error:
+            self.tell(error)
+            return
+        question = SafeText(f"Bring back turns {spans(numbers)}?")
+        if await self.app.push_screen_wait(Confirm(question, facts)):
+            said = SafeText(f"From the next turn on the model sees {spans(numbers)} again.")
+            await self._change(lambda chat: chat.recall(numbers), said)
+
+    @work(group="context")
+    async def pin(self, numbers: list[int], *, pinned: bool) -> None:
+        """Keep turns from every policy, or no longer."""
+        said = f"{'Pinned' if pinned else 'No longer pinned'}: {spans(numbers)}."
+
+        def act(chat: ChatPort) -> str:
+            return chat.pin(numbers, pinned=pinned)
+
+        await self._change(act, SafeText(said))
+
+    def action_toggle_turn(self) -> None:
+        self._on_chosen(self._toggle)
+
+    def _toggle(self, turn: TurnView) -> None:
+        view = self.view.context if self.view else None
+        gone = turn.seen in ("forgotten", "partly")
+        waits = view is not None and turn.number in (view.recall if gone else view.forget)
+        if gone != waits:
+            self.recall([turn.number])
+        else:
+            self.forget([turn.number])
+
+    def action_pin_turn(self) -> None:
+        if (turn := self.chosen_turn) is not None:
+            self.pin([turn.number], pinned=not turn.pinned)
+
     @work(group="change")
     async def redact(self, numbers: list[int], *, purge: bool) -> None:
         """Take turns from the model, after a look at who shares them."""
@@ -282,14 +354,18 @@ class ChatScreen(Talk):
             return
         view = self.view
         try:
-            await in_thread(act, view.chat)
+            warning = await in_thread(act, view.chat)
             fresh = await in_thread(read_chat, view.chat)
+            shown = await in_thread(cards, fresh.turns)
         except ChatKVError as error:
             self.tell(error)
             return
         if self.view is view:
             self.view = fresh
-        if done:
+            self.transcript.mark(shown)
+        if isinstance(warning, str) and warning:
+            self.say(safe_line(warning), kind="warning")
+        elif done:
             self.say(done)
         self.refresh_lines()
 

@@ -54,6 +54,10 @@ def run_command(screen: ChatScreen, command: Slash) -> None:
             raise UsageError("/spec takes none, auto, chain:N or tree:N.")
         case "stats":
             screen.action_stats()
+        case "forget" | "recall" | "pin" | "unpin":
+            _context_command(screen, command)
+        case "context":
+            screen.action_context()
         case "redact":
             turns = [word for word in command.words if word != "--purge"]
             numbers = turn_numbers(" ".join(turns), len(screen.turns))
@@ -70,6 +74,27 @@ def _show_settings(screen: ChatScreen) -> None:
     sampling = screen.view.sampling if screen.view else {}
     rows = [(safe_line(key), safe_line(str(value))) for key, value in sampling.items()]
     screen.app.push_screen(ShowTable(SafeText("Sampling, from the next turn on"), rows))
+
+
+def _context_command(screen: ChatScreen, command: Slash) -> None:
+    """Turns by number; `--before N` and `--all` are short for many."""
+    turns, words = screen.turns, command.words
+    if command.name == "forget" and words[:1] == ["--before"]:
+        before = turn_numbers(" ".join(words[1:]), len(turns))[0]
+        seen = [turn.number for turn in turns if turn.seen == "live" and not turn.pinned]
+        numbers = [number for number in seen if number < before]
+    elif command.name == "recall" and words == ["--all"]:
+        view = screen.view.context if screen.view else None
+        numbers = list(view.missing) if view else []
+    else:
+        numbers = turn_numbers(command.rest, len(turns))
+    match command.name:
+        case "forget":
+            screen.forget(numbers)
+        case "recall":
+            screen.recall(numbers)
+        case name:
+            screen.pin(numbers, pinned=name == "pin")
 
 
 def _copy(screen: ChatScreen, words: list[str]) -> None:

@@ -18,10 +18,10 @@ from tui.live import Live
 from tui.messages import CursorMoved, Typed
 from tui.safe_text import NOTHING, SafeText, safe_line
 from tui.widgets.prompt import PromptBox
-from tui.widgets.status_bar import Header, KeyLine, Notice, StatusBar, key_hints
+from tui.widgets.status_bar import Header, KeyLine, Notice, SplitLine, StatusBar, key_hints
 from tui.widgets.transcript import Transcript
 from tui.widgets.turn_view import TurnHead
-from tui.wording import bar, clip, error_text, megabytes
+from tui.wording import bar, clip, coming_text, error_text, megabytes, missing_text
 
 if TYPE_CHECKING:
     from tui.app import ChatApp
@@ -47,6 +47,7 @@ class ChatLayout(Screen[None]):
         self.starting = False
         """Whether a reply has begun that is not on the screen yet."""
         self.header = Header(id="header")
+        self.banner = SplitLine(id="banner")
         self.transcript = Transcript()
         self.welcome = Static("", markup=False, id="welcome")
         self.pill = Static("", markup=False, id="pill")
@@ -59,6 +60,7 @@ class ChatLayout(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield self.header
+        yield self.banner
         with Container(id="middle"):
             yield self.welcome
             yield self.transcript
@@ -72,7 +74,7 @@ class ChatLayout(Screen[None]):
         yield self.keys
 
     def on_mount(self) -> None:
-        self.pill.display = False
+        self.pill.display = self.banner.display = False
         self.watch(self.transcript, "missed", self._write_pill)
         self.watch(self.transcript, "following", self._write_pill)
         self.refresh_lines()
@@ -157,6 +159,7 @@ class ChatLayout(Screen[None]):
         turn = self.chosen_turn
         self.status.prefix = SafeText(f"turn {turn.number}") if turn else NOTHING
         self.status.usage = turn.usage if turn else (view.usage if view else None)
+        self._write_context(view)
         self.status.limit = engine.ready.context_limit if engine.ready else 0
         self.keys.keys = self._keys()
         self.prompt.placeholder = self._placeholder()
@@ -176,6 +179,14 @@ class ChatLayout(Screen[None]):
                      "was.", kind="editing")  # fmt: skip
         elif self.editing is None:
             self.notice.clear("editing")
+
+    def _write_context(self, view: ChatView | None) -> None:
+        """The banner, and what the next turn will forget."""
+        seen = view.context if view else None
+        self.banner.left = missing_text(seen) if seen else NOTHING
+        self.banner.right = SafeText("F6 why, bring back")
+        self.banner.display = bool(self.banner.left)
+        self.status.coming, self.status.level = coming_text(seen) if seen else (NOTHING, "")
 
     @property
     def chosen(self) -> int | None:

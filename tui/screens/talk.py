@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from textual import on, work
@@ -15,10 +16,12 @@ from tui.chat_view import ChatView, Waiting, read_chat
 from tui.live import Live
 from tui.messages import Submitted
 from tui.reply import Kind, Reply
-from tui.safe_text import safe_line
+from tui.safe_text import NOTHING, SafeText, safe_line
+from tui.screens.dialogs import Confirm
 from tui.screens.layout import ChatLayout
 from tui.threads import in_thread
-from tui.widgets.turn_view import card, cards
+from tui.widgets.turn_view import GONE, card, cards
+from tui.wording import WAYS_OUT, planned_text
 
 if TYPE_CHECKING:
     pass
@@ -31,6 +34,8 @@ class Talk(ChatLayout):
         super().__init__()
         self._drafts: dict[str, str] = {}
         self._before_edit = ""
+        self._moments = 0
+        """Of the running reply: how many forgettings the transcript shows."""
         self.prompt.completer = slash.complete
 
     @work(exclusive=True, group="chat")
@@ -64,9 +69,11 @@ class Talk(ChatLayout):
     async def show_view(self, view: ChatView) -> None:
         """Show a chat that has been read."""
         shown = await in_thread(cards, view.turns)
+        first = self.view is None  # what was typed before there was a chat is meant for this one
+        typed, waiting = self.prompt.draft if first else "", self.waiting if first else None
         self._put_away()
-        self.view = view
-        self.prompt.put(self._drafts.pop(view.id, ""))
+        self.view, self.waiting = view, waiting
+        self.prompt.put(self._drafts.pop(view.id, typed))
         self.prompt.earlier(view.prompts)
         self.prompt.focus()
         await self.transcript.show(shown)
@@ -132,7 +139,35 @@ class Talk(ChatLayout):
         if waiting is None or self.held or self.busy or not self.app.engine_free or not self.view:
             return
         self.waiting = None
-        self.start(waiting.kind, waiting.text, waiting.turn)
+        if self.view.chat.policy in ("ask", "stop"):
+            self.starting = True
+            self._ask_first(waiting, self.view)
+        else:
+            self.start(waiting.kind, waiting.text, waiting.turn)
+
+    @work(exclusive=True, group="ask-first")
+    async def _ask_first(self, waiting: Waiting, view: ChatView) -> None:
+        """Send only what makes the model forget nothing, or what the user says yes to."""
+        beside = waiting.turn.id if waiting.turn else None
+        agreed = False
+        try:
+            plans = await in_thread(partial(view.chat.plan, waiting.text, beside))
+            agreed = not plans
+            facts = [planned_text(plan) for plan in plans]
+            if plans and view.chat.policy == "stop":
+                self.say(f"Not sent: {facts[0]}.", WAYS_OUT)
+            elif plans:
+                ways = SafeText(f"Or go back: {WAYS_OUT}")
+                question = SafeText("Send it, and let the model forget?")
+                agreed = bool(await self.app.push_screen_wait(Confirm(question, [*facts, ways])))
+        except ChatKVError as error:
+            self.tell(error)
+        self.starting = False
+        if agreed and self.view is view:
+            self.start(waiting.kind, waiting.text, waiting.turn)
+        else:
+            self.give_back(waiting.text)
+            self.refresh_lines()
 
     def start(self, kind: Kind, text: str, turn: TurnView | None = None) -> None:
         """Begin a reply. The caller has made sure that nothing runs."""
@@ -155,6 +190,7 @@ class Talk(ChatLayout):
     async def _draw(self, reply: Reply, index: int) -> None:
         """Show a reply on its way at that place of the transcript."""
         self.live = live = Live(reply, self, self.transcript)
+        self._moments = 0
         self.starting = False
         await live.begin(index, index + 1)
         self.refresh_lines()
@@ -164,8 +200,19 @@ class Talk(ChatLayout):
     def reply_moved(self, reply: Reply) -> None:
         """An event of the running reply has been applied."""
         if self.live is not None and self.live.reply is reply:
+            self._show_moments(reply)
             self.live.wake()
             self.refresh_lines()
+
+    def _show_moments(self, reply: Reply) -> None:
+        """Turns go dim at the moment the model loses them."""
+        for moment in reply.moments[self._moments :]:
+            shown = [replace(card) for card in self.transcript.cards]
+            for one in shown:
+                if one.number in moment.turns:
+                    one.gone = NOTHING if moment.back else SafeText(GONE["forgotten"])
+            self.transcript.mark(shown)
+        self._moments = len(reply.moments)
 
     def reply_ended(self, reply: Reply) -> None:
         """The running reply is over."""
@@ -194,6 +241,7 @@ class Talk(ChatLayout):
             committed = any(turn.id not in reply.known for turn in view.turns)
             if committed and len(view.turns) == len(self.transcript.cards):
                 await self.transcript.settle(card(view.turns[-1]))
+                self.transcript.mark(await in_thread(cards, view.turns))
             else:
                 await self.transcript.show(await in_thread(cards, view.turns))
             self.prompt.earlier(view.prompts)

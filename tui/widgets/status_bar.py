@@ -19,6 +19,9 @@ from tui.wording import bar, clip
 WIDE = 80
 """Below this many columns a line keeps only its most wanted parts."""
 GAP = "  "
+MUTED = "$foreground-muted"
+LEVELS = {"warning": "$text-warning", "error": "$text-error", "info": "$text-accent"}
+"""How the context is coloured when something of it is about to change."""
 
 
 class SplitLine(Widget):
@@ -120,10 +123,18 @@ class StatusBar(Widget):
     """Context of the model, known before the first reply."""
     prefix = reactive(NOTHING)
     """Whose numbers these are, when it is not the newest reply."""
+    coming = reactive(NOTHING)
+    """What the next turn will put out of the model's sight."""
+    level = reactive("")
+    """How that is shown: `error`, `warning` or `info`; `warning` alone colours the context."""
 
     def render(self) -> Content:
         width = self.content_size.width
-        return Content.assemble(*_joined(_fitting(self._parts(width), width)))
+        parts = _fitting(self._parts(width), width)
+        style = LEVELS.get(self.level, MUTED)
+        return Content.assemble(
+            *_joined([(part, style if part.startswith("ctx") else MUTED) for part in parts])
+        )
 
     def _parts(self, width: int) -> list[tuple[int, str]]:
         """(rank, text) in reading order; the highest ranks go first when there is no room."""
@@ -132,7 +143,9 @@ class StatusBar(Widget):
         parts = []
         if self.prefix:
             parts.append((0, str(self.prefix)))
-        if limit:
+        if limit and self.coming:
+            parts.append((1, f"ctx {usage.context_used}/{limit}  {self.coming}"))
+        elif limit:
             if width >= WIDE - 2:
                 blocks = bar(usage.context_used, limit, 10)
                 parts.append((1, f"ctx {blocks} {usage.context_used}/{limit}"))
@@ -159,12 +172,12 @@ def _fitting(parts: list[tuple[int, str]], width: int) -> list[str]:
     return [text for _, text in parts]
 
 
-def _joined(texts: Iterable[str]) -> list[str | tuple[str, str]]:
+def _joined(texts: Iterable[tuple[str, str]]) -> list[str | tuple[str, str]]:
     out: list[str | tuple[str, str]] = []
     for text in texts:
         if out:
             out.append(GAP)
-        out.append((text, "$foreground-muted"))
+        out.append(text)
     return out
 
 

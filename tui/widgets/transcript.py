@@ -114,6 +114,13 @@ class Transcript(SteadyScroll):
         self.cards[-1] = shown
         self._restate(len(self.cards) - 1)
 
+    def mark(self, shown: list[Card]) -> None:
+        """Change what is said beside turns, and whether the model sees them; no text."""
+        for index, (old, new) in enumerate(zip(self.cards, shown, strict=False)):
+            if (old.gone, old.note, old.rules) != (new.gone, new.note, new.rules):
+                old.gone, old.note, old.rules = new.gone, new.note, new.rules
+                self._restate(index)
+
     def head(self, index: int) -> TurnHead | None:
         """The head of a turn, if it is mounted."""
         heads = (part for part in self._mounted if isinstance(part, TurnHead))
@@ -256,6 +263,11 @@ class Transcript(SteadyScroll):
     def _restate(self, index: int) -> None:
         if (head := self.head(index)) is not None:
             head.show(self.cards[index])
+        gone = bool(self.cards[index].gone)
+        for place, widget in enumerate(self._mounted, self.window.start):
+            turn, number = self.window.parts[place]
+            if turn == index and number:
+                widget.set_class(gone, "-gone")
 
     def _write_edges(self) -> None:
         outside = self.window.turns_above, self.window.turns_below

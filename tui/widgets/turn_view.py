@@ -17,7 +17,7 @@ from tui.actions import bindings
 from tui.messages import CursorMoved
 from tui.safe_text import NOTHING, SafeText, safe_text
 from tui.widgets.status_bar import SplitLine
-from tui.wording import clock, reply_end, reply_numbers
+from tui.wording import clock, moment_text, reply_end, reply_numbers
 
 PART_WEIGHT = 60
 """Widgets of one part of a reply, about."""
@@ -25,6 +25,13 @@ HEAD_WEIGHT = 4
 ASSISTANT = SafeText("assistant")
 MAX_PROMPT_LINES = 40
 MAX_PROMPT_CHARS = 4_000
+
+GONE = {
+    "forgotten": "not in context",
+    "partly": "partly in context",
+    "redacted": "redacted",
+}
+"""How a turn says that the model does not see it."""
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _MARKERS = re.compile(r"\s*(?:(?:[-*+>]|\d{1,9}[.)])\s+|>)")
@@ -44,7 +51,9 @@ class Card:
     note: SafeText = NOTHING
     """Siblings and time."""
     gone: SafeText = NOTHING
-    """Why the model does not see the turn, if it does not."""
+    """That the model does not see the turn, if it does not."""
+    rules: list[SafeText] = field(default_factory=list)
+    """What went out of sight, or came back, with this turn."""
     weights: list[int] = field(default_factory=list)
     """Widgets of the head and of each part, at most about."""
 
@@ -53,7 +62,7 @@ class Card:
 
     def reweigh(self) -> None:
         """Bring `weights` up to date with `reply`."""
-        self.weights = [HEAD_WEIGHT, *(2 + weigh(part) for part in self.reply)]
+        self.weights = [HEAD_WEIGHT + bool(self.rules), *(2 + weigh(part) for part in self.reply)]
 
     @property
     def text(self) -> SafeText:
@@ -66,8 +75,9 @@ def card(turn: TurnView) -> Card:
     end = reply_end(turn.state, turn.finish_reason, turn.usage, text=bool(turn.reply))
     numbers = [end] if end else []
     siblings = f"‹ {turn.sibling}/{turn.siblings} ›" if turn.siblings > 1 else ""
-    gone = "redacted" if turn.redacted else ""
-    note = "  ".join(part for part in (gone, siblings, clock(turn.created_at)) if part)
+    gone = GONE.get(turn.seen, "")
+    pinned = "★ pinned" if turn.pinned else ""
+    note = "  ".join(part for part in (gone, pinned, siblings, clock(turn.created_at)) if part)
     purged = turn.redacted and not turn.prompt
     return Card(
         turn.number,
@@ -76,6 +86,7 @@ def card(turn: TurnView) -> Card:
         right=SafeText(" · ".join([*numbers, *reply_numbers(turn.usage, length=not numbers)])),
         note=SafeText(note),
         gone=SafeText(gone),
+        rules=[moment_text(moment) for moment in turn.moments],
     )
 
 
@@ -162,6 +173,7 @@ class TurnHead(Vertical, can_focus=True):
     def __init__(self, index: int, shown: Card) -> None:
         super().__init__(classes="turn")
         self.index = index
+        self._rule = Static("", markup=False, classes="forget-rule")
         self._head = SplitLine(classes="turn-head")
         self._prompt = Static(Content(shown.prompt), markup=False, classes="turn-prompt")
         self._reply = SplitLine(classes="reply-head")
@@ -169,6 +181,7 @@ class TurnHead(Vertical, can_focus=True):
         self._write()
 
     def compose(self) -> ComposeResult:
+        yield self._rule
         yield self._head
         yield self._prompt
         yield self._reply
@@ -188,6 +201,8 @@ class TurnHead(Vertical, can_focus=True):
     def _write(self) -> None:
         cursor = "▶" if self.has_focus else "░" if self.card.gone else " "
         self.set_class(bool(self.card.gone), "-gone")
+        self._rule.display = bool(self.card.rules)
+        self._rule.update(Content("\n".join(f"── {rule}" for rule in self.card.rules)))
         self._head.left = SafeText(f"{cursor} {self.card.number} you")
         self._head.right = self.card.note
         self._reply.left = self.card.left
