@@ -221,7 +221,8 @@ class CapturedStep:
         pdl = self.layers.pdl
         walk_rows(self.picks, self.walks, self.room.tapped, self._carried, pdl=pdl)
         if self.bucket.longest > 1:
-            move_rows(self.pool.data, self.pool.scales, self.walks, pdl=pdl)
+            for tensor in self.pool.tensors:  # layers that stay plain too
+                move_rows(tensor, None, self.walks, pdl=pdl)
 
     def _fill(self, batch: ForwardBatch) -> None:
         call, count = batch.call, len(batch.tokens)
