@@ -1,9 +1,11 @@
-"""Time to the first token of a reopened conversation: stored pages against computing it again.
+"""Time to the first token of a reopened conversation: stored pages against computing it again; and
+what saving pages behind the loop takes of the decode rate.
 
     python -m benchmarks.reopen [--tokens 3000] [--rounds 3] [--json FILE]
 
 Both ways run in this process on the same loaded model, in ABBA order, each with a fresh engine and
-an empty pool; the peer is our own fastest prefill. Medians.
+an empty pool; the peer is our own fastest prefill, and for saving an engine without a store. Stored
+pages are always read here, whatever the planner would do. Medians.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from sessions.pages import SqlitePageStore
 from sessions.service import EngineService
 from sessions.store import ChatStore
 
+REPLY_TOKENS = 512
 TEXT = "The page holds sixteen tokens, and a fork copies at most fifteen of them. "
 
 
@@ -42,7 +45,11 @@ class Program:
         self.engine = LocalEngine(
             EngineService(
                 Engine(
-                    model, EngineConfig(spec="none"), store=self.pages, salt=salt, costs={1: 8.0}
+                    model,
+                    EngineConfig(spec="none", restore="always"),
+                    store=self.pages,
+                    salt=salt,
+                    costs={1: 8.0},
                 ),
                 self.pages,
             )
@@ -70,6 +77,17 @@ def first_token(program: Program, chat_id: str, prompt: str) -> tuple[float, Don
         if isinstance(event, Done):
             return first, event
     raise RuntimeError("the reply did not end")
+
+
+def decode_rate(model: Decoder, folder: Path, kv: str | None) -> float:
+    """Tokens a second of one long reply in a new conversation, its pages saved or not."""
+    program = Program(model, folder, kv)
+    chat = program.chats.new()
+    chat.set("max_tokens", REPLY_TOKENS)
+    (*_, done) = chat.send("Write a long story about the sea, in many sentences.")
+    program.close()
+    assert isinstance(done, Done), done
+    return done.usage.tokens_per_second
 
 
 def main() -> None:
@@ -108,6 +126,14 @@ def main() -> None:
                 if way == "stored":
                     usage = done.usage
                     restore_ms.append(usage.restore_ms)
+        rates: dict[str, list[float]] = {"saved": [], "unsaved": []}
+        for round_ in range(args.rounds):
+            order = ["saved", "unsaved", "unsaved", "saved"]
+            for place, way in enumerate(order if round_ % 2 == 0 else reversed(order)):
+                # A file of its own each time: a page that is stored already costs nothing.
+                kv = f"kv-{round_}-{place}.db" if way == "saved" else None
+                rates[way].append(decode_rate(model, folder, kv))
+        saved, unsaved = median(rates["saved"]), median(rates["unsaved"])
         assert usage is not None
         stored, computed = median(times["stored"]), median(times["computed"])
         write(
@@ -124,6 +150,10 @@ def main() -> None:
             computed_ms=computed,
             ratio=computed / stored,
             samples_ms=times,
+            saved_tok_s=saved,
+            unsaved_tok_s=unsaved,
+            saving_share=1 - saved / unsaved,
+            samples_tok_s=rates,
         )
         print(
             f"conversation of {used} tokens: {usage.cached_tokens} of {usage.prompt_tokens} tokens "
@@ -135,6 +165,10 @@ def main() -> None:
             f"first token, all computed   {computed:8.1f} ms ({1000 * used / computed:.0f} tok/s)"
         )
         print(f"ratio {computed / stored:.1f}")
+        print(
+            f"decode {saved:.1f} tok/s with pages saved, {unsaved:.1f} without: "
+            f"saving takes {100 * (1 - saved / unsaved):.1f} %"
+        )
     finally:
         shutil.rmtree(folder)
 
