@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from chatkv.spec.heads.file import HeadFile
 from chatkv.spec.heads.grow import EagleCell, Guesses, Vocabulary, grow
 from chatkv.spec.heads.modules import EagleHead, angles_of, new_head
 from chatkv.spec.heads.shape import shape_for
+from chatkv.spec.tree import DraftTree
 
 WINDOW = 16
 
@@ -66,6 +68,25 @@ def expected(file: HeadFile, decoder: CudaDecoder, text: Text, params: SamplingP
         inverse_t=torch.tensor([1 / heat if heat else 1.0]),
         noise=torch.from_numpy(noise)[None],
     )
+
+
+def test_a_head_in_bfloat16_grows_trees() -> None:
+    """As on a device: matrices rounded, norms and what is stored not."""
+    weights = random_model.random_weights("random:tiny", torch.device("cpu"), torch.bfloat16)
+    tokenizer = random_model.byte_tokenizer()
+    model: Any = CudaDecoder(weights, tokenizer, linear="triton", capture=False, checked=False)
+    shape = shape_for("eagle", model.spec, draft_ids=64)
+    torch.manual_seed(2)
+    file = HeadFile(new_head(shape).requires_grad_(False), torch.arange(64) * 3, {})
+    grower = DeviceEagle(file, model)
+    memory, start = grower.new_memory(), 0
+    for count in (12, 1, 3):
+        room = torch.randn(len(shape.taps), count, shape.hidden)
+        grower.store(memory, start, DeviceRows(room, range(count)), [7] * count)
+        start += count
+        grown = grower.grow(memory, (0, start), 7, temperature=0.7, seed=1, max_rows=16)
+        assert len(DraftTree.of(*grown)) == GROWTH.rows
+        assert max(DraftTree.of(*grown).depths) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -159,7 +159,7 @@ class EagleCell:
         scores, mix = self._look(q)
         if self._depth == 1:
             return mix(scores.softmax(-1)).flatten(2, 3)
-        own_k, own_v = k[:, :, None], v[:, :, None]
+        own_k, own_v = k[:, :, None].float(), v[:, :, None].float()
         if self._keys is not None and self._values is not None:
             own_k = torch.cat([self._keys, own_k], 2)
             own_v = torch.cat([self._values, own_v], 2)
