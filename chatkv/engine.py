@@ -41,7 +41,7 @@ from chatkv.sequence import ReplyText, Sequence
 from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafting import Drafting
 from chatkv.spec.memory import DraftMemory
-from chatkv.spec.proposal import settled
+from chatkv.spec.proposal import StaleTree, settled
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.token_log import TokenLog
 from chatkv.spec.tree import DraftTree
@@ -241,6 +241,15 @@ class Engine:
         Returns:
             The tokens each sequence gained: one or more.
         """
+        try:
+            return self._step(seqs)
+        except StaleTree as error:
+            # Nothing was kept of it. A drafter may cost time, and nothing else.
+            for seq in seqs:
+                self.drafting.drafters.give_up(seq.id, error)
+            return self._step(seqs)
+
+    def _step(self, seqs: Seq[Sequence]) -> list[tuple[int, ...]]:
         self.drafting.prepare(seqs)
         begun = perf_counter()
         for seq in seqs:

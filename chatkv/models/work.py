@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,14 @@ class Work:
 def captured(work: Callable[[], None], memory: Any) -> torch.cuda.CUDAGraph:
     """A graph of work that has run once: everything is compiled, and its results stand."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-        work()
+    # A graph that is collected while another is captured takes the process with it.
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            work()
+    finally:
+        if was_on:
+            gc.enable()
     return graph

@@ -156,6 +156,15 @@ class GuardedDrafters:
         if (reader := self._ahead) is not None:
             self._try(reader, [seq_id], lambda: reader.void(seq_id))
 
+    def give_up(self, seq_id: int, error: Exception) -> None:
+        """Switch off the drafter whose tree turned out to be none."""
+
+        def fail() -> None:
+            raise error
+
+        if (reader := self._ahead) is not None:
+            self._try(reader, [seq_id], fail)
+
     def ahead(self, seq_id: int) -> Callable[[], None] | None:
         """Begins the next tree of a sequence where the model runs, behind the step that is there;
         None if no drafter can."""

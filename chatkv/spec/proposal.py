@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from chatkv.models.tree_rows import TreeRows
 
 
+class StaleTree(Exception):
+    """What was run is not a tree for this sequence: the step has to run again without it."""
+
+
 class GrownTree:
     """A whole tree of a fixed number of rows.
 
@@ -38,12 +42,19 @@ class GrownTree:
         return len(self.rows.tokens)
 
     def settle(self) -> DraftTree:
-        """The tree itself. Good until the next one is grown, and from the first call on."""
+        """The tree itself. Good until the next one is grown, and from the first call on.
+
+        Raises:
+            StaleTree: It is no tree, or one below another token.
+        """
         if self._tree is None:
-            self._tree = self._read()
-            assert int(self._tree.tokens[0]) == self.root, (
-                f"grown below {self._tree.tokens[0]}, not {self.root}"
-            )
+            try:
+                tree = self._read()
+            except Exception as error:  # whatever it is, nothing may be kept of a step that ran it
+                raise StaleTree(str(error)) from error
+            if int(tree.tokens[0]) != self.root:
+                raise StaleTree(f"grown below {tree.tokens[0]}, not {self.root}")
+            self._tree = tree
         return self._tree
 
 

@@ -186,4 +186,4 @@ def test_the_tree_is_that_of_the_modules(temperature: float):
         total += len(mine)
     # bfloat16 rounds in other places: guesses of nearly equal chance may change places.
     assert total > 500
-    assert shared / total > 0.98
+    assert shared / total > 0.95

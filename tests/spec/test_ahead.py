@@ -13,8 +13,9 @@ from chatkv.spec.control import WHOLE_TRIES, Controller
 from chatkv.spec.drafter import DraftContext, GuardedDrafters
 from chatkv.spec.drafters.heads import HeadsDrafter
 from chatkv.spec.drafting import Drafting
+from chatkv.spec.heads.grown import tree_of
 from chatkv.spec.plan import Plan
-from chatkv.spec.proposal import GrownTree, Proposal, settled
+from chatkv.spec.proposal import GrownTree, Proposal, StaleTree, settled
 from chatkv.spec.stats import StepRecord
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
@@ -118,11 +119,31 @@ def test_one_that_does_not_fit_is_not_run(void):
     assert len(tree) == 1
 
 
-def test_a_tree_below_another_token_is_a_bug_and_never_run_on():
+def test_a_tree_below_another_token_or_none_at_all_is_said_and_given_up():
+    drafters, grower = made()
+    begun(drafters)
+    with pytest.raises(StaleTree, match="grown below 5, not 6") as raised:
+        settled(proposed(drafters, root=6))
+    begun(drafters, seq_id=2)
+    grower.there = [5, *[100] * 15]
+    with pytest.raises(StaleTree, match="guessed twice"):
+        settled(proposed(drafters, seq_id=2))
+    drafters.give_up(1, raised.value)
+    assert drafters.ahead(1) is None
+    assert drafters.ahead(2) is not None
+    assert "grown below 5" in drafters.failures[0]
+
+
+def test_a_step_that_begins_nothing_voids_what_was_begun_before_it():
     drafters, _ = made()
     begun(drafters)
-    with pytest.raises(AssertionError, match="grown below 5, not 6"):
-        settled(proposed(drafters, root=6))
+    drafters.observe(1, Accepted((9,), (0,), (9,)))  # a plain step, whose plan asked nobody
+    assert len(proposed(drafters, root=9)) == 1
+
+
+def test_rounding_lifts_no_guess_above_its_parent():
+    tree = tree_of([1, 2, 3], [0, 0, 1], [1.0, 0.25, 0.25000003])
+    assert tree.chance.tolist() == [1.0, 0.25, 0.25]
 
 
 def test_guesses_of_others_are_joined_unless_it_is_kept_whole():

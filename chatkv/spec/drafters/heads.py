@@ -144,6 +144,7 @@ class HeadsDrafter:
 
     def observe(self, seq_id: int, accepted: Accepted) -> None:
         """A step is through: what was begun behind it fits the sequence now."""
+        self.void(seq_id)
         if self._launched == seq_id:
             self._launched, self._growing = None, seq_id
 

@@ -271,7 +271,7 @@ def choose_nodes(
         found = tl.where((child == turn)[None, :], best[:, None], found)
         left = tl.where(left == best[:, None], NOTHING, left)
     real = live[:, None] & (found != NOTHING)
-    log = path[:, None] + score_of(found) - total[:, None]
+    log = path[:, None] + tl.minimum(score_of(found) - total[:, None], 0.0)
     token = tl.load(ids + place_of(found), mask=real, other=0)
     flat = node[:, None] * CHILDREN + child[None, :]
     number = first + flat
