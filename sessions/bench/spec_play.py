@@ -91,6 +91,7 @@ class WatchedController(Controller):
         self._tokens = self._ms = 0.0
 
     def observe(self, step: StepRecord, accepted: Seq[Accepted], plan: Plan | None = None) -> None:
+        plan = plan or self._plan
         super().observe(step, accepted, plan)
         if plan is not None:
             self._ran.append((plan, step.rows))  # read when no clock runs
