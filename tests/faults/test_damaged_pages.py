@@ -109,7 +109,8 @@ def test_11_bit_flip_in_a_b_tree(sampled, tmp_path, kind, seeds):
         first = torn.running.pages.take_notices()
         noticed += bool(first + torn.notices(torn.play(3)))
         torn.running.flush()
-        assert torn.running.pages.usable
+        # A bit of the schema's number makes the file one of a newer chatkv: row 21.
+        assert torn.running.pages.usable or "newer chatkv" in first[0]
         torn.close()
     assert noticed > 0
 
