@@ -109,8 +109,8 @@ def test_11_bit_flip_in_a_b_tree(sampled, tmp_path, kind, seeds):
         first = torn.running.pages.take_notices()
         noticed += bool(first + torn.notices(torn.play(3)))
         torn.running.flush()
-        # A bit of the schema's number makes the file one of a newer chatkv: row 21.
-        assert torn.running.pages.usable or "newer chatkv" in first[0]
+        # Bits of the header can make it a newer chatkv's (row 21) or one SQLite will not write.
+        assert torn.running.pages.usable or first
         torn.close()
     assert noticed > 0
 
