@@ -59,15 +59,11 @@ def weights(prefix: str) -> dict[str, Tensor]:
     return made
 
 
-def safe_ai_lab(folder: Path, binary: bool = False, **more: Any) -> Path:
+def safe_ai_lab(folder: Path, **more: Any) -> Path:
     folder.mkdir(exist_ok=True)
     about = {**settings(draft_vocab_size=DRAFT, rope_scaling=LLAMA3), **more}
     (folder / "config.json").write_text(json.dumps(about))
-    tensors = weights("midlayer.")
-    if binary:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors")
+    save_file(weights("midlayer."), folder / "model.safetensors")
     return folder
 
 
@@ -145,12 +141,12 @@ def logits_by_hand(
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("layout", ["SafeAILab", "SafeAILab, pickled", "Speculators"])
+@pytest.mark.parametrize("layout", ["SafeAILab", "Speculators"])
 def test_an_imported_head_guesses_as_its_makers_do(tmp_path, layout):
     if layout == "Speculators":
         folder, prefix = speculators(tmp_path / "head"), "layers.0."
     else:
-        folder, prefix = safe_ai_lab(tmp_path / "head", "pickled" in layout), "midlayer."
+        folder, prefix = safe_ai_lab(tmp_path / "head"), "midlayer."
     imported = eagle3.read(folder, SPEC, PRINT)
     save(tmp_path / "ours.safetensors", imported, packed=False)
     file = load(tmp_path / "ours.safetensors", SPEC, PRINT)  # rounded to bfloat16
@@ -209,8 +205,13 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(HeadsMismatch, match="no usable config"):
         eagle3.read(tmp_path, SPEC, PRINT)
     (tmp_path / "config.json").write_text(json.dumps(settings()))
-    with pytest.raises(HeadsMismatch, match="holds no weights"):
+    with pytest.raises(HeadsMismatch, match="has no safetensors"):
         eagle3.read(tmp_path, SPEC, PRINT)
+    # Pickled weights are not even opened.
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04\x8c\x05posix\x8c\x06system\x93.")
+    with pytest.raises(HeadsMismatch, match="has no safetensors") as caught:
+        eagle3.read(tmp_path, SPEC, PRINT)
+    assert "never loaded" in caught.value.hint
     tensors = weights("midlayer.")
     for name, words in (
         ("fc.weight", "no fc.weight"),

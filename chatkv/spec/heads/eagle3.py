@@ -10,7 +10,6 @@ which vLLM reads. A head that would need something our layer does not do is refu
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ DEPTH = 5
 
 
 def read(folder: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> HeadFile:
-    """The head in a folder with config.json and safetensors or pytorch_model.bin.
+    """The head in a folder with config.json and safetensors.
 
     Raises:
         HeadsMismatch: It is no EAGLE-3 head, lacks something, needs what is not done here, or does
@@ -98,13 +97,13 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as opened:
                 found |= {name: opened.get_tensor(name) for name in set(opened.keys())}
-        if not found:
-            for path in sorted(folder.glob("pytorch_model*.bin")):
-                found |= torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except (SafetensorError, OSError) as error:
         raise HeadsMismatch(f"{folder} cannot be read: {error}.", hint=HINT) from error
     if not found:
-        raise HeadsMismatch(f"{folder} holds no weights.", hint=HINT)
+        raise HeadsMismatch(
+            f"{folder} has no safetensors.",
+            hint="Convert other formats first; pickled weights are never loaded.",
+        )
     return found
 
 
