@@ -57,11 +57,12 @@ class Calibration:
         bins: list[list[int]] = tree.bins.tolist()
         said: list[float] = tree.chance.tolist()
         sources, depths = tree.sources, tree.depths
-        for row in range(1, len(parents)):
+        for row, parent in enumerate(parents[1:], start=1):
             best = 0.0
-            own = said[row] / max(said[parents[row]], 1e-9)
+            own = said[row] / max(said[parent], 1e-9)
             for source, score in zip(sources, bins[row], strict=True):
                 if score:
-                    best = max(best, self.rate(source, depths[row], score, greedy, own))
-            chance.append(chance[parents[row]] * best)
+                    rate = self.rate(source, depths[row], score, greedy, own)
+                    best = rate if rate > best else best
+            chance.append(chance[parent] * best)
         return chance

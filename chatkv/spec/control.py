@@ -137,7 +137,7 @@ class Controller:
         return [
             tree.with_chance(chance).chain(size)
             if self.shape.kind == "chain"
-            else tree.with_chance(chance).best(size)
+            else tree.best(size, chance)
             for tree, chance in zip(trees, chances, strict=True)
         ]
 

@@ -291,7 +291,7 @@ class GuardedDrafters:
     def _merged(trees: list[DraftTree], root: int, max_rows: int) -> DraftTree:
         if not trees:
             return DraftTree.root(root)
-        return trees[0] if len(trees) == 1 else DraftTree.merge(trees).best(max_rows)
+        return trees[0] if len(trees) == 1 else DraftTree.merge(trees, max_rows)
 
 
 def _fitting(tree: DraftTree, context: DraftContext) -> DraftTree:

@@ -171,16 +171,19 @@ class DraftTree:
         values = np.array(chance, dtype=np.float32)
         return DraftTree(self.tokens, self.parents, values, self.bins, self.sources)
 
-    def best(self, max_rows: int) -> DraftTree:
+    def best(self, max_rows: int, chance: Sequence[float] | None = None) -> DraftTree:
         """The rooted subtree of at most `max_rows` rows with the largest sum of chances.
 
         A chance never rises along a path and parents come first, so the most probable rows, the
         earlier row first among equals, are such a subtree.
+
+        Args:
+            chance: [R] of the rows, if somebody knows better than the tree itself.
         """
         if max_rows >= len(self):
             return self
-        order = np.argsort(-self.chance, kind="stable")[: max(max_rows, 1)]
-        return self.subset(sorted(order.tolist()))
+        known: Sequence[float] = self.chance.tolist() if chance is None else chance
+        return self.subset(sorted(_likeliest(range(len(self)), known, max(max_rows, 1))))
 
     def chain(self, max_rows: int) -> DraftTree:
         """The most probable child again and again: one path of at most `max_rows` rows."""
@@ -208,43 +211,65 @@ class DraftTree:
         )
 
     @staticmethod
-    def merge(trees: Iterable[DraftTree]) -> DraftTree:
+    def merge(trees: Iterable[DraftTree], max_rows: int = MAX_ROWS) -> DraftTree:
         """The union at the root: one row for each path, the largest chance, the bins of all.
 
         Rows are ordered by depth, then path, so the result does not depend on the order of the
-        trees. Of more than 63 rows the most probable stay.
+        trees. Of more than `max_rows` rows the most probable stay.
         """
         several = list(trees)
-        if len({int(tree.tokens[0]) for tree in several}) != 1:
+        root = int(several[0].tokens[0])
+        if any(int(tree.tokens[0]) != root for tree in several):
             raise ValueError("only trees with the same root can be merged")
         sources = tuple(sorted({name for tree in several for name in tree.sources}))
-        chances: dict[tuple[int, ...], float] = {}
-        bins: dict[tuple[int, ...], list[int]] = {}
+        none = [0] * len(sources)
+        known: list[dict[int, int]] = [{}]  # token -> node, by the node above
+        above, tokens, chances, bins = [0], [root], [1.0], [none]
         for tree in several:
             columns = [sources.index(name) for name in tree.sources]
-            below: list[tuple[int, ...]] = [()]
-            tokens: list[int] = tree.tokens[1:].tolist()
-            parents: list[int] = tree.parents[1:].tolist()
-            for token, parent in zip(tokens, parents, strict=True):
-                below.append((*below[parent], token))
-            for path, chance, scores in zip(
-                below, tree.chance.tolist(), tree.bins.tolist(), strict=True
-            ):
-                chances[path] = max(chances.get(path, 0.0), chance)
-                cells = bins.setdefault(path, [0] * len(sources))
-                for column, value in zip(columns, scores, strict=True):
-                    cells[column] = max(cells[column], value)
-        paths = sorted(chances, key=lambda path: (-chances[path], len(path), path))[:MAX_ROWS]
-        paths.sort(key=lambda path: (len(path), path))
-        rows = {path: row for row, path in enumerate(paths)}
-        root = int(several[0].tokens[0])
+            nodes = [0]
+            rows = zip(
+                tree.tokens.tolist(), tree.parents.tolist(), tree.chance.tolist(),
+                tree.bins.tolist(), strict=True,
+            )  # fmt: skip
+            next(rows)
+            for token, parent, chance, scores in rows:
+                parent = nodes[parent]
+                node = known[parent].get(token)
+                if node is None:
+                    node = known[parent][token] = len(tokens)
+                    known.append({})
+                    above.append(parent)
+                    tokens.append(token)
+                    chances.append(chance)
+                    bins.append(none.copy())
+                elif chance > chances[node]:
+                    chances[node] = chance
+                nodes.append(node)
+                cells = bins[node]
+                for column, score in zip(columns, scores, strict=True):
+                    if score > cells[column]:
+                        cells[column] = score
+        order, level = [0], [0]
+        while level:  # by depth, then path
+            level = [known[node][token] for node in level for token in sorted(known[node])]
+            order += level
+        if len(order) > max_rows:
+            kept = set(_likeliest(order, chances, max_rows))
+            order = [node for node in order if node in kept]
+        places = {node: row for row, node in enumerate(order)}
         return DraftTree(
-            tokens=np.array([path[-1] if path else root for path in paths], dtype=np.int32),
-            parents=np.array([rows[path[:-1]] for path in paths], dtype=np.int32),
-            chance=np.array([chances[path] for path in paths], dtype=np.float32),
-            bins=np.array([bins[path] for path in paths], dtype=np.uint8).reshape(len(paths), -1),
+            tokens=np.array([tokens[node] for node in order], dtype=np.int32),
+            parents=np.array([places[above[node]] for node in order], dtype=np.int32),
+            chance=np.array([chances[node] for node in order], dtype=np.float32),
+            bins=np.array([bins[node] for node in order], dtype=np.uint8).reshape(len(order), -1),
             sources=sources,
         )
+
+
+def _likeliest(rows: Sequence[int], chance: Sequence[float], count: int) -> list[int]:
+    """The most probable of these rows, the earlier ones first among equals."""
+    return sorted(rows, key=lambda row: -chance[row])[:count]
 
 
 def sanitize(proposal: object, *, root: int, vocab_size: int, max_rows: int) -> DraftTree:
