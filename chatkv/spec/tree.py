@@ -227,14 +227,14 @@ class DraftTree:
         above, tokens, chances, bins = [0], [root], [1.0], [none]
         for tree in several:
             columns = [sources.index(name) for name in tree.sources]
-            nodes = [0]
+            nodes: list[int] = [0]
             rows = zip(
                 tree.tokens.tolist(), tree.parents.tolist(), tree.chance.tolist(),
                 tree.bins.tolist(), strict=True,
             )  # fmt: skip
             next(rows)
             for token, parent, chance, scores in rows:
-                parent = nodes[parent]
+                parent: int = nodes[parent]
                 node = known[parent].get(token)
                 if node is None:
                     node = known[parent][token] = len(tokens)
