@@ -215,6 +215,7 @@ class Engine:
             trained=spec.context_limit,
             page_tokens=self.pool.page_size,
             no_rebase=spec.no_rebase,
+            parameters=spec.parameters,
             closing=closing,
         )
 

@@ -67,23 +67,29 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetPlanned:
-    """What the next turn would put out of the model's sight; nothing has happened."""
+class _Forgetting:
+    """What goes out of the model's sight."""
 
-    type: ClassVar[str] = "forget_planned"
     policy: str
     """Name of the policy; `user` for /forget, `rebase` where only positions move."""
     reason: str
     """`limit`: the context is full; `position`: the model was trained for no more; `user`."""
     turns: tuple[int, ...]
-    """Numbers of the turns that go."""
+    """Numbers of the turns of which nothing is left in sight."""
     partly: tuple[int, ...]
-    """Numbers of the turns that are cut."""
+    """Numbers of the turns of which something is."""
     num_tokens: int
     live_before: int
     """Tokens in sight, the new prompt included."""
     live_after: int
     limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPlanned(_Forgetting):
+    """What the next turn would put out of the model's sight; nothing has happened."""
+
+    type: ClassVar[str] = "forget_planned"
     replay_tokens: int
     """What would have to be computed if every stored page were lost."""
     restart_tokens: int
@@ -91,20 +97,12 @@ class ForgetPlanned:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetEvent:
-    """Tokens left the model's sight. Fields as in `ForgetPlanned`."""
+class ForgetEvent(_Forgetting):
+    """Tokens left the model's sight."""
 
     type: ClassVar[str] = "forget"
-    policy: str
-    reason: str
-    turns: tuple[int, ...]
-    partly: tuple[int, ...]
-    num_tokens: int
-    live_before: int
-    live_after: int
-    limit: int
     op: dict[str, Any]
-    """`chatkv.kv.ops.Op` as JSON: what has to be recorded."""
+    """As `sessions.context.Standing` has it: what has to be recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,13 @@ from typing import Any
 
 from chatkv.errors import ChatKVError, UsageError
 from chatkv.events import ForgetPlanned, RecallEvent
-from chatkv.forget import parse_policy
+from chatkv.forget import ANSWERS, parse_policy
 from sessions import deletion
 from sessions.context import USER, standing
 from sessions.outlook import Outlook, Pending
 from sessions.port import ContextView, EnginePort, PathMessage, Price, Request
 from sessions.records import KV_SALT, SessionRow, TurnPath
 from sessions.store import ChatStore
-
-ANSWERS = ("ask", "stop")
-"""What only a person at a screen can answer: show the plan first, or send nothing."""
 
 
 class ChatContext:
@@ -246,6 +243,7 @@ class ChatContext:
 
 
 def _planned(data: dict[str, Any]) -> ForgetPlanned:
+    """A plan that crossed the pipe, without its op."""
     fields: dict[str, Any] = {name: value for name, value in data.items() if name != "op"}
     fields["turns"], fields["partly"] = tuple(data["turns"]), tuple(data["partly"])
     return ForgetPlanned(**fields)

@@ -11,7 +11,7 @@ from typing import Any
 
 from chatkv import forget
 from chatkv.errors import ContextFull, UnknownSession, UsageError
-from chatkv.events import ForgetPlanned, Ready
+from chatkv.events import Ready
 from chatkv.forget import Layout, Limits, TurnSpan
 from sessions.context import (
     USER,
@@ -78,6 +78,7 @@ class Outlook:
             trained=(self.ready.trained_limit if self.ready else 0) or context,
             page_tokens=self.ready.page_tokens if self.ready else 1,
             no_rebase=self.ready.no_rebase if self.ready else "",
+            parameters=self.ready.parameters if self.ready else 0,
         )
 
     @property
@@ -103,7 +104,7 @@ class Outlook:
         if coming is not None and self.limits.context:
             warning = forget.pin_warning(coming, self.limits)
             try:
-                plans = tuple(_planned(one) for one in self._plans(coming))
+                plans = tuple(self._plans(coming))
             except ContextFull as full:
                 warning = f"The next turn will not fit. {full.message}"
         why = why_missing(self.records)
@@ -292,9 +293,3 @@ def _row(record: int, each: Mapping[str, Any]) -> ForgetRow:
 
 def _turns(each: Mapping[str, Any]) -> Iterable[int]:
     return each["op"].get("turns", ())
-
-
-def _planned(one: forget.ForgetPlan) -> ForgetPlanned:
-    data = one.to_json()
-    del data["op"]
-    return ForgetPlanned(**data)

@@ -30,7 +30,6 @@ from chatkv.events import (
     Usage,
 )
 from chatkv.kv.ops import num_live
-from chatkv.models.spec import ModelSpec
 from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import ReplyText, Sequence, spans_of
@@ -92,7 +91,7 @@ class EngineService:
             page_tokens=limits.page_tokens,
             no_rebase=limits.no_rebase,
             closing_tokens=limits.closing,
-            parameters=_parameters(model.spec),
+            parameters=model.spec.parameters,
         )
 
     def generate(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
@@ -388,11 +387,3 @@ def computed_before(messages: SequenceOf[PathMessage]) -> int:
             known = length + message.sampled[-1][1] - 1
         length += len(message.ids)
     return known
-
-
-def _parameters(spec: ModelSpec) -> int:
-    """Weights of a model of that shape, about: its matrices."""
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    attention = spec.hidden_size * (heads + spec.num_heads * spec.head_dim)
-    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
-    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size

@@ -89,7 +89,7 @@ class TinySpec:
     eos_ids: tuple[int, ...] = (EOS,)
     weights_digest: str = "tiny"
     no_rebase: str = "learned positions"
-    intermediate_size: int = 0
+    parameters: int = 0
 
 
 class TinyModel:

@@ -45,6 +45,14 @@ class ModelSpec:
         """What forbids to move the positions of stored keys; empty if nothing does."""
         return ""
 
+    @property
+    def parameters(self) -> int:
+        """Weights, about: its matrices."""
+        heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        attention = self.hidden_size * (heads + self.num_heads * self.head_dim)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
     def identity(self, page_tokens: int, backend: str) -> dict[str, str | int | list[str]]:
         """What a stored page depends on, for the fingerprint. Floats as hex strings.
 

@@ -14,14 +14,12 @@ from chatkv.forget import (
     TurnSpan,
     WindowPolicy,
     check_policy,
-    effective,
     flatten,
     parse_policy,
     pin_warning,
     plan,
     plan_user,
     policy_text,
-    preview,
 )
 from chatkv.kv.layout import stages
 from chatkv.kv.ops import Op, check_ops, live_ranges, next_position, num_live
@@ -168,17 +166,22 @@ def test_the_user_may_forget_what_policies_may_not() -> None:
         plan_user(path(0, 100, 10), [1], LIMITS)
 
 
-def test_preview_and_pins() -> None:
-    assert preview(parse_policy("turns"), path(30, *[100] * 7), LIMITS) == []
-    (made,) = preview(parse_policy("turns"), path(30, *[100] * 8), LIMITS)
-    assert made.turns == (1,)
+def test_pins_over_half_the_context() -> None:
     assert pin_warning(path(30, 400, 100, pins=(1,)), LIMITS) == ""
     assert "530 of 1024" in pin_warning(path(30, 500, 100, pins=(1,)), LIMITS)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["error", "turns", "turns:low=0.5", "oldest:edge=token", "window:sink_pages=2", "summarize"],
+    [
+        "error",
+        "turns",
+        "turns:low=0.5",
+        "oldest:edge=token",
+        "window:sink_pages=2",
+        "summarize",
+        "summarize:ask=no,force=yes",
+    ],
 )
 def test_policies_are_written_as_they_are_read(text: str) -> None:
     assert policy_text(parse_policy(text)) == text
@@ -197,22 +200,13 @@ def test_policies_are_written_as_they_are_read(text: str) -> None:
         ("window:sink_pages=0", "sink_pages is 0"),
         ("oldest:edge=word", "edge is word"),
         ("summarize:shrink=1", "shrink is 1"),
+        ("summarize:ask=maybe", "ask is 'maybe', not yes or no"),
+        ("summarize:low=2", "low is 2"),
     ],
 )
 def test_policies_that_make_no_sense(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_policy(text)
-
-
-def test_records_become_ops() -> None:
-    first, second = Op(50, ((10, 20), (30, 40)), rebase=True), Op(80, ((50, 60),))
-    assert effective([(1, first, None), (2, second, None)]) == [first, second]
-    part = Op(50, ((30, 40),), rebase=True)
-    assert effective([(1, first, None), (2, second, None), (3, part, 1)]) == [part, second]
-    whole = Op(80)
-    assert effective([(1, first, None), (2, second, None), (3, whole, 2)]) == [first]
-    again = effective([(1, second, None), (2, whole, 1), (3, second, 2), (4, first, None)])
-    assert again == [second, first]
 
 
 def test_a_restart_is_a_path_of_its_own() -> None:
