@@ -111,7 +111,7 @@ def price(model: Model, rounds: int) -> list[dict[str, float]]:
         pages = 0
         for round_ in range(rounds):
             for forgets in (True, False) if round_ % 2 else (False, True):
-                on = Engine(model, EngineConfig(spec="none"), costs={1: 8.0})
+                on = Engine(model, EngineConfig(spec="none", drafters=()), costs={1: 8.0})
                 talk = Talk(on, parse_policy("error"))
                 for turn in range(turns):
                     talk.say(TALK[turn % len(TALK)])
@@ -137,7 +137,7 @@ def price(model: Model, rounds: int) -> list[dict[str, float]]:
 
 def endless(model: Model, policy: str, turns: int) -> dict[str, object]:
     """Many turns in a small context."""
-    config = EngineConfig(spec="none", context_limit=CONTEXT)
+    config = EngineConfig(spec="none", drafters=(), context_limit=CONTEXT)
     talk = Talk(Engine(model, config, costs={1: 8.0}), parse_policy(policy), pins={1})
     times, lives = [], []
     talk.say(NEEDLE)

@@ -127,7 +127,7 @@ def measure_library_loop(decoder: CudaDecoder, context: int) -> list[Line]:
 def measure_engine(decoder: CudaDecoder, context: int) -> Line:
     """A token of a plain reply in the engine's own loop."""
     tokens = 200
-    config = EngineConfig(spec="none", pool_tokens=context + 2 * tokens)
+    config = EngineConfig(spec="none", drafters=(), pool_tokens=context + 2 * tokens)
     engine = Engine(decoder, config, costs={1: 1.0}, guard=False)
     ids = random_ids(decoder, context)
     params = SamplingParams(seed=1, max_tokens=4 * tokens)

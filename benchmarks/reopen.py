@@ -46,7 +46,7 @@ class Program:
             EngineService(
                 Engine(
                     model,
-                    EngineConfig(spec="none", restore="always"),
+                    EngineConfig(spec="none", drafters=(), restore="always"),
                     store=self.pages,
                     salt=salt,
                     costs={1: 8.0},

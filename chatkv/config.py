@@ -28,8 +28,9 @@ class EngineConfig:
     """Whether stored pages are read: where that is faster than computing them, always, or never."""
     spec: str = "auto"
     """Drafting: `none`, `auto`, `chain:N` or `tree:N` (N guessed rows)."""
-    drafters: tuple[str, ...] = ("ngram",)
-    """Names of the drafters to ask, first come first merged."""
+    drafters: tuple[str, ...] = ("auto",)
+    """Names of the drafters to ask, first come first merged. `auto` is all that cost nothing to
+    have: `ngram`, `history` with a token log, `heads` where some are here for the model."""
     kv_dtype: str = "bf16"
     """How keys and values are stored: `bf16` (the model's dtype), `int8`, `int4` or `fp8`."""
     keep_layers: tuple[int, ...] = ()

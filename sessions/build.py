@@ -16,7 +16,7 @@ from chatkv.kv.format import KVFormat
 from chatkv.models import catalog
 from chatkv.models.devices import load_model
 from chatkv.models.model import Model
-from chatkv.spec.drafters import check_names, expect_draft_model
+from chatkv.spec.drafters import AUTO, check_names, drafters_for, expect_draft_model
 from chatkv.spec.drafters.draft_model import expect_same_tokenizer
 from chatkv.spec.drafters.heads import find_heads
 from chatkv.spec.memory import DraftMemory
@@ -49,7 +49,7 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         BackendUnavailable: The device is not here, or cannot run this model.
         ConfigError: An option makes no sense.
     """
-    drafters: list[str] = list(options.get("drafters") or ("ngram",))
+    drafters: list[str] = list(options.get("drafters") or (AUTO,))
     if options.get("draft_model") and "draft_model" not in drafters:
         drafters.append("draft_model")
     check_names(drafters)
@@ -91,7 +91,9 @@ def build_service(options: Mapping[str, Any], progress: Progress | None = None) 
         work_off_at_start(Path(options["chat_db"]), store)
     salt = store.salt if store is not None else b""
     log = None
-    if options.get("chat_db") and "history" in config.drafters:
+    reads = bool(options.get("chat_db"))
+    drafters = drafters_for(drafters, model, history=reads)
+    if reads and "history" in drafters:
         log = StoredLog(Path(options["chat_db"]), model.tokenizer.tok_fp())
     draft = None
     if "draft_model" in drafters:

@@ -240,6 +240,11 @@ class Chat(ChatContext):
         EngineConfig(spec=mode)
         self._spec = mode
 
+    def explain_spec(self) -> str:
+        """Who drafts, what came of it and why. Raises EngineLost."""
+        self._engine.wait_ready()
+        return str(self._engine.call("explain_drafting")["text"])
+
     def cancel(self) -> None:
         self._engine.cancel()
 

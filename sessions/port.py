@@ -388,6 +388,10 @@ class ChatPort(Protocol):
         """Change how the turns to come are drafted. Raises ConfigError."""
         ...
 
+    def explain_spec(self) -> str:
+        """Who drafts, what came of it lately and why."""
+        ...
+
     def cancel(self) -> None:
         """Stop the running reply; what has arrived is kept. Safe to call at any time."""
         ...

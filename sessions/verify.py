@@ -214,7 +214,9 @@ def verify_prompts(
     if notice and progress is not None:
         progress(notice)
     held: dict[str, Any] = {"kv_dtype": kv.name, "keep_layers": kv.keep_layers}
-    plain = Engine(model, EngineConfig(spec="none", **held), costs={1: 1.0}, guard=False)
+    plain = Engine(
+        model, EngineConfig(spec="none", drafters=(), **held), costs={1: 1.0}, guard=False
+    )
     config = EngineConfig(spec=SHAPE, drafters=tuple(names), **held)
     log, draft = TokenIndex(), None
     if "draft_model" in names:
@@ -256,7 +258,7 @@ def verify_prompts(
         "device": model.device,
         "kv": kv.name,
         "mode": model.backend.mode,
-        "drafters": list(drafters),
+        "drafters": list(drafted.drafting.drafters.names),
         "drafted_steps": drafting.steps - drafting.plain_steps,
         "temperatures": list(temperatures),
         "differences": differences[:10],

@@ -134,7 +134,7 @@ COMMANDS = (
     Command("again", "/again", "another reply to the last prompt"),
     Command("edit", "/edit [TURN]", "change a prompt, the last by default"),
     Command("set", "/set [KEY VALUE]", "show or change the sampling settings"),
-    Command("spec", "/spec none|auto|chain:N|tree:N", "how replies are drafted"),
+    Command("spec", "/spec [none|auto|chain:N|tree:N]", "show or change how replies are drafted"),
     Command("stats", "/stats", "what the last reply cost and reused"),
     Command("forget", "/forget TURNS|--before N", "put turns out of the model's sight"),
     Command("recall", "/recall TURNS|--all", "bring turns back into it; the price is shown first"),

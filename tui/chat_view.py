@@ -19,6 +19,10 @@ class Drafting(Protocol):
         """Raises ConfigError."""
         ...
 
+    def explain_spec(self) -> str:
+        """Who drafts, and why so."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ChatView:

@@ -136,7 +136,9 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 help="A sampling setting: -o temperature 0.",
             ),
             click.option("--spec", metavar="MODE", help="Drafting: none|auto|chain:N|tree:N."),
-            click.option("--drafters", metavar="A,..", help="Who guesses: ngram,history,..."),
+            click.option(
+                "--drafters", metavar="A,..", help="Who guesses: auto, or ngram,history,heads,..."
+            ),
             draft_model_option,
             click.option("--context", metavar="N", help="Tokens a conversation may hold."),
             click.option(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
 
 from chatkv.errors import UnknownSession, UsageError
 from sessions.port import ChatPort, TurnView
@@ -81,11 +80,7 @@ def demand(work: Workspace, chat: ChatPort) -> None:
 
 def set_spec(chat: ChatPort, mode: str) -> None:
     """Change how the turns to come are drafted. Raises ConfigError."""
-    cast("_Drafted", chat).set_spec(mode)
-
-
-class _Drafted(Protocol):
-    def set_spec(self, mode: str) -> None: ...
+    chat.set_spec(mode)
 
 
 def find_turn(chat: ChatPort, number: str | int) -> TurnView:

@@ -233,6 +233,7 @@ def _engine(settings: Settings, found: Globals) -> Check:
         engine.start()
         ready = engine.wait_ready()
         took_s = perf_counter() - begun
+        drafting = engine.call("explain_drafting")["text"]
     except EngineLost as error:
         return Check("engine", "fail", error.message, f"Its last words are in {log}")
     except ChatKVError as error:
@@ -241,7 +242,7 @@ def _engine(settings: Settings, found: Globals) -> Check:
         engine.close()
     detail = (
         f"{ready.model} on {ready.device}, backend {ready.backend} ({ready.mode}), "
-        f"context {ready.context_limit}, loaded in {took_s:.1f} s"
+        f"context {ready.context_limit}, loaded in {took_s:.1f} s. {drafting}"
     )
     return Check("engine", "ok" if ready.mode == "exact" else "warn", detail, ready.notice)
 

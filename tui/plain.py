@@ -189,7 +189,10 @@ class PlainChat:
         self._chat.set(key.removeprefix("sampling."), schema.read(key, value.strip()))
 
     def _do_spec(self, line: Slash) -> None:
-        set_spec(self._chat, schema.read("spec.mode", line.rest))
+        if line.rest:
+            set_spec(self._chat, schema.read("spec.mode", line.rest))
+        else:
+            output.note(self._chat.explain_spec())
 
     def _do_stats(self, _: Slash) -> None:
         output.note(answer.summary(self._last) if self._last else "No reply yet.")

@@ -100,8 +100,8 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "spec.drafters",
             kinds.names,
-            ("ngram", "history"),
-            "drafters to ask, first come first merged",
+            ("auto",),
+            "drafters to ask, first come first merged; auto: ngram, history, and heads if any",
         ),
         Setting(
             "spec.draft_model", kinds.text, None, "model of the drafter draft_model; unset: none"

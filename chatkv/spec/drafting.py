@@ -155,7 +155,8 @@ class Drafting:
         silent = [name for name in self.drafters.names if name not in heard]
         if stats.tokens >= SILENT_TOKENS and silent and heard:
             told += f" No guess of {' or '.join(silent)} was run in {stats.tokens} tokens."
-        return " ".join([told, *self.drafters.failures[-1:]])
+        names = ", ".join(self.drafters.names) or "nobody"
+        return " ".join([told, f"Drafters: {names}.", *self.drafters.failures[-1:]])
 
 
 def _cut(tree: Proposal, seq: Sequence) -> Proposal:

@@ -65,7 +65,7 @@ def chats(
 ) -> list[tuple[list[int], list[int]]]:
     """Ids of so many chats, each of exactly so many tokens, and where their turns begin: prompts
     are fixed, replies sampled."""
-    engine = Engine(model, EngineConfig(spec="none"), costs={1: 1.0}, guard=False)
+    engine = Engine(model, EngineConfig(spec="none", drafters=()), costs={1: 1.0}, guard=False)
     talks = [list(model.tokenizer.head_ids()) for _ in range(count)]
     starts: list[list[int]] = [[] for _ in talks]
     longest = min(REPLY_TOKENS, max(8, tokens // 12))

@@ -17,7 +17,7 @@ from chatkv.models.catalog import ModelFile
 from chatkv.models.devices import load_model
 from chatkv.models.model import Model
 from chatkv.sampling import SamplingParams
-from chatkv.spec.drafters import check_names, expect_draft_model
+from chatkv.spec.drafters import AUTO, check_names, drafters_for, expect_draft_model
 from chatkv.spec.plan import Shape
 from chatkv.spec.token_log import TokenIndex
 from sessions.bench.about import about
@@ -40,7 +40,7 @@ class Request:
     """Of each reply."""
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     modes: tuple[str, ...] = ("auto",)
-    drafters: tuple[str, ...] = ("ngram",)
+    drafters: tuple[str, ...] = (AUTO,)
     draft_model: str | None = None
     device: str = "auto"
     kv_dtype: str = "bf16"
@@ -142,7 +142,7 @@ class _Bench:
                 model=model.spec.name,
                 backend=model.backend_name,
             ),
-            names,
+            tuple(drafters_for(names, model, history=True)),
         )
         made: list[Engine] = []
 

@@ -461,6 +461,9 @@ class FakeChat:
             raise UsageError(f"There is no drafting mode {mode!r}.")
         self.spec = mode
 
+    def explain_spec(self) -> str:
+        return f"Drafting ({self.spec}): ngram guessed. Asked: ngram."
+
     def cancel(self) -> None:
         self._chats.calls.append("cancel")
         self._cancelled.set()

@@ -341,6 +341,8 @@ async def test_slash_commands_that_change_the_chat() -> None:
         await on.shows("There is no sampling setting 'nonsense'.")
         await on.enter("/spec none")
         await on.shows("Drafting is none")
+        await on.enter("/spec")
+        await on.shows("Drafting (none): ngram guessed.")
         await on.enter("/stats")
         await on.shows("1848 tokens (new)", "42, 3.38 tokens a step", "pages total")
         await on.press("escape")

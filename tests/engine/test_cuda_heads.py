@@ -93,14 +93,15 @@ def play(engine: Engine, temperature: float) -> list[tuple[list[int], torch.Tens
 def test_drafted_is_plain_ids_and_bytes(temperature: float, monkeypatch: pytest.MonkeyPatch):
     limit = {"context_limit": 1024, "pool_tokens": 2048}
     expected = play(
-        Engine(model(), EngineConfig(spec="none", **limit), costs={1: 1.0}), temperature
+        Engine(model(), EngineConfig(spec="none", drafters=(), **limit), costs={1: 1.0}),
+        temperature,
     )
     unseen = []
     settle = GrownTree.settle
     monkeypatch.setattr(GrownTree, "settle", lambda tree: unseen.append(tree) or settle(tree))
     for spec, names in (
         ("tree:15", ("heads",)),
-        ("auto", ("ngram", "heads")),
+        ("auto", ("auto",)),
         ("chain:3", ("heads",)),
     ):
         config = EngineConfig(spec=spec, drafters=names, **limit)
@@ -118,7 +119,7 @@ def test_drafted_is_plain_ids_and_bytes(temperature: float, monkeypatch: pytest.
 
 def test_sequences_that_share_steps_draft_as_each_alone():
     limit = {"context_limit": 1024, "pool_tokens": 4096}
-    plain = Engine(model(), EngineConfig(spec="none", **limit), costs={1: 1.0})
+    plain = Engine(model(), EngineConfig(spec="none", drafters=(), **limit), costs={1: 1.0})
     expected = [ids for ids, _ in play(plain, 0.7)]
     config = EngineConfig(spec="tree:15", drafters=("heads",), **limit)
     engine = Engine(model(), config, guard=False)

@@ -44,7 +44,12 @@ PROMPT = [259, *b"the cat sat on the mat, the cat sat on the mat, the ", 258]
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize(
     ("spec", "drafters"),
-    [("tree:7", ("random",)), ("chain:4", ("ngram",)), ("tree:12", ("ngram", "random"))],
+    [
+        ("tree:7", ("random",)),
+        ("chain:4", ("ngram",)),
+        ("tree:12", ("ngram", "random")),
+        ("tree:6", ("auto",)),
+    ],
 )
 def test_drafted_is_plain(temperature: float, spec: str, drafters: tuple[str, ...]) -> None:
     model = TinyModel()

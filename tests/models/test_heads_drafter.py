@@ -16,7 +16,8 @@ from chatkv.models import weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.decoder import Decoder
 from chatkv.sampling import Sampler, SamplingParams
-from chatkv.spec.drafter import DraftContext
+from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafters import heads as heads_drafter
 from chatkv.spec.drafters.heads import HeadsDrafter, find_heads, load_heads
 from chatkv.spec.heads.cpu import CpuGrower, grower_of
@@ -24,6 +25,7 @@ from chatkv.spec.heads.file import HeadFile, save, target_of
 from chatkv.spec.heads.grow import Growth, RecurrentCell, Vocabulary, grow
 from chatkv.spec.heads.modules import new_head
 from chatkv.spec.heads.shape import shape_for
+from chatkv.spec.token_log import TokenIndex
 from chatkv.tokenizer import Tokenizer
 
 COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
@@ -86,9 +88,14 @@ def test_drafted_is_plain(decoder, temperature, tmp_path, monkeypatch):
         engine.finish(seq)
         return seq.tokens
 
-    expected = reply(Engine(decoder, EngineConfig(spec="none"), costs=COSTS))
     monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
+    expected = reply(Engine(decoder, EngineConfig(spec="none"), costs=COSTS))
     save(tmp_path / "heads.safetensors", head_file(decoder))
+    for spec in ("tree:7", "auto"):
+        engine = Engine(decoder, EngineConfig(spec=spec), costs=COSTS, guard=False)
+        assert engine.drafting.drafters.names == ("ngram", "heads")
+        assert reply(engine) == expected
+        assert not engine.drafting.drafters.failures
     config = EngineConfig(spec="tree:5", drafters=("heads",))
     engine = Engine(decoder, config, costs=COSTS, guard=False)
     guarded = engine.drafting.drafters
@@ -146,3 +153,28 @@ def test_kinds_that_do_not_run_here_say_so(decoder):
 def test_heads_that_cannot_be_packed_say_so(decoder):
     with pytest.raises(HeadsMismatch, match="30 draft ids"):
         grower_of(head_file(decoder, draft_ids=30), decoder)
+
+
+def test_auto_means_heads_where_some_fit_these_very_weights(decoder, tmp_path, monkeypatch, caplog):
+    """What is not there is left out without a word; what is broken, with one."""
+    monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
+    log = TokenIndex()
+
+    def made(*names: str, log: TokenIndex | None = None) -> GuardedDrafters:
+        return create_drafters(names, DraftMeans(260, log, target=decoder))
+
+    assert made("auto").names == ("ngram",)
+    assert made("auto", log=log).names == ("ngram", "history")
+    assert not caplog.records
+    save(tmp_path / "a.safetensors", head_file(decoder, "eagle"))
+    found = made("random", "auto", "ngram", log=log)
+    assert found.names == ("random", "ngram", "history", "heads")
+    assert not found.failures
+    (tmp_path / "a.safetensors").unlink()
+    save(tmp_path / "a.safetensors", head_file(decoder, "parallel"))  # no CPU runs one
+    found = made("auto", log=log)
+    assert found.names == ("ngram", "history")
+    assert found.failures == [caplog.messages[-1]]
+    assert "do not run on cpu" in found.failures[0]
+    with pytest.raises(HeadsMismatch, match="do not run on cpu"):
+        made("auto", "heads")

@@ -62,6 +62,10 @@ class FakeEngine:
         assert self.state.ready is not None
         return self.state.ready
 
+    def call(self, op: str, **args: Any) -> dict[str, Any]:
+        assert op == "explain_drafting"
+        return {"text": "Drafting is on (auto). Drafters: ngram."}
+
     def close(self) -> None:
         self.closed = True
 
@@ -157,6 +161,9 @@ class FakeChat:
 
     def set_spec(self, mode: str) -> None:
         self.spec = mode
+
+    def explain_spec(self) -> str:
+        return f"Drafting ({self.spec}): ngram guessed."
 
     def set(self, key: str, value: Any) -> None:
         if key == "top_p" and value == 0.123:

@@ -163,6 +163,7 @@ changed
 /tree
 /set temperature 0.5
 /spec none
+/spec
 /copy
 /stats
 /new fresh
@@ -179,6 +180,7 @@ never
     assert [turn.prompt for turn in fresh.told] == ["hello"]
     assert "was: /literal" in ran.err
     assert "● 1 one\n● 2 changed\n" in ran.err
+    assert "Drafting (none): ngram guessed." in ran.err
 
 
 @pytest.mark.parametrize(

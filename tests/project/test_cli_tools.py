@@ -173,6 +173,7 @@ def test_doctor_load(chatkv, quick, chats, monkeypatch):
     monkeypatch.setattr(wiring, "make_engine", lambda *_, **__: engine)
     rows = {row["name"]: row for row in chatkv("doctor", "--load", "--json").json["checks"]}
     assert "backend cpu (exact)" in rows["engine"]["detail"]
+    assert "Drafters: ngram." in rows["engine"]["detail"]
     assert engine.closed
 
     def dies(timeout_s=None):

@@ -10,7 +10,7 @@ from tui.wiring import engine_options
 
 def test_an_ephemeral_engine_knows_no_chats(tmp_path: Path) -> None:
     settings = load(data_dir=str(tmp_path), env={})
-    assert "history" in settings["spec.drafters"]
+    assert settings["spec.drafters"] == ("auto",)
     saved = engine_options(settings, "model", ephemeral=False)
     assert saved["chat_db"] == str(tmp_path / "chat.db")
     hidden = engine_options(settings, "model", ephemeral=True)

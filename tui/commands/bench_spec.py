@@ -30,7 +30,7 @@ NOISE = 1.02
 
 @click.command(cls=Command, short_help="Drafting: identity first, then speed.")
 @click.option("--prompts", type=FILE, multiple=True, metavar="PATH", help="JSONL file or folder.")
-@click.option("--drafters", metavar="A,..", help="Who guesses: ngram,history,heads,...")
+@click.option("--drafters", metavar="A,..", help="Who guesses: auto, or ngram,history,heads,...")
 @draft_model_option
 @click.option("--temperature", "temperatures", type=Numbers(), default="0,0.7,1", show_default=True)
 @click.option(

@@ -467,6 +467,17 @@ class ChatScreen(Talk):
         else:
             self.say("This chat cannot change how it drafts.")
 
+    @work(group="change")
+    async def explain_spec(self) -> None:
+        """Say who drafts and what comes of it."""
+        if not isinstance(self.chat, Drafting) or not self.app.engine_free:
+            self.say("The engine is busy; ask when the reply is there.")
+            return
+        try:
+            self.say(safe_line(await in_thread(self.chat.explain_spec)))
+        except ChatKVError as error:
+            self.tell(error)
+
 
 def _set_spec(chat: ChatPort, *, mode: str) -> None:
     if isinstance(chat, Drafting):

@@ -51,7 +51,7 @@ def run_command(screen: ChatScreen, command: Slash) -> None:
         case "spec" if rest:
             screen.set_spec(rest)
         case "spec":
-            raise UsageError("/spec takes none, auto, chain:N or tree:N.")
+            screen.explain_spec()
         case "stats":
             screen.action_stats()
         case "forget" | "recall" | "pin" | "unpin":
