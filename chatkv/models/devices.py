@@ -53,6 +53,20 @@ def load_model(
     return _load_cpu(file, threads, progress, notice), notice
 
 
+def load_free(file: ModelFile, device: str) -> Model | None:
+    """The model with matrix products of the library in its steps: a row's bits may depend on the
+    rows beside it. For measuring what exactness costs; None where all kernels are our own.
+
+    Raises:
+        ModelError: It cannot be loaded, or does not fit the device.
+    """
+    if not device.startswith("cuda"):
+        return None
+    from chatkv.models.cuda_decoder import CudaDecoder
+
+    return CudaDecoder.load(file, expect_cuda(device), linear="library")
+
+
 def expect_no_npu(device: str) -> None:
     """Raise BackendUnavailable for an Ascend NPU: no backend of ours has run on one."""
     if device.startswith("npu"):

@@ -14,7 +14,7 @@ from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.errors import ModelError, UsageError
 from chatkv.models.catalog import ModelFile
-from chatkv.models.devices import load_model
+from chatkv.models.devices import load_free, load_model
 from chatkv.models.model import Model
 from chatkv.sampling import SamplingParams
 from chatkv.spec.drafters import AUTO, check_names, drafters_for, expect_draft_model
@@ -24,6 +24,7 @@ from sessions.bench.about import about
 from sessions.bench.measure import Memory, Peak
 from sessions.bench.spec_play import Duel, Identity, Pair, play
 from sessions.bench.spec_row import Row
+from sessions.bench.spec_tax import Tax, measure_tax
 from sessions.build import load_draft
 from sessions.verify import BUILT_IN, Prompt, read_prompts
 
@@ -55,7 +56,10 @@ class Report:
     """What was measured, and on what."""
 
     about: dict[str, Any]
+    device: str
+    kv_dtype: str
     drafters: tuple[str, ...]
+    """Those that were asked."""
     identity: Identity = field(default_factory=Identity)
     rows: list[Row] = field(default_factory=list[Row])
     """Empty if any reply differs: then there is no speed to speak of."""
@@ -64,6 +68,7 @@ class Report:
     drafted_memory: Memory = field(default_factory=Memory)
     failures: list[str] = field(default_factory=list[str])
     """Drafters that were switched off because they raised, or returned nonsense."""
+    tax: Tax = field(default_factory=Tax)
 
     def to_json(self) -> dict[str, Any]:
         """For `--json` and the raw results."""
@@ -71,9 +76,16 @@ class Report:
 
 
 def measure(
-    file: ModelFile, request: Request, progress: Callable[[str], None] = lambda text: None
+    file: ModelFile,
+    request: Request,
+    progress: Callable[[str], None] = lambda text: None,
+    on_row: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Play all prompts at every temperature and in every mode.
+
+    Args:
+        progress: Called with one line after each prompt.
+        on_row: Called with what there is after each row.
 
     Raises:
         UsageError: There is nothing to play or to time, or a file cannot be read.
@@ -100,14 +112,13 @@ def measure(
         for temperature in request.temperatures:
             for mode in request.modes:
                 bench.run(temperature, mode, progress)
+                on_row(bench.report)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"{file.name} does not fit the device twice, with the pages of two engines.",
             hint="Use a smaller model, or close what else uses the device.",
         ) from error
-    if bench.report.identity.different:
-        bench.report.rows.clear()
-    elif not bench.report.rows:
+    if not bench.report.rows and not bench.report.identity.different:
         raise UsageError(
             "Every reply ended with its first token, so there was no step to time.",
             hint="Name other prompts, or raise --max-tokens.",
@@ -142,6 +153,8 @@ class _Bench:
                 model=model.spec.name,
                 backend=model.backend_name,
             ),
+            model.device,
+            request.kv_dtype,
             tuple(drafters_for(names, model, history=True)),
         )
         made: list[Engine] = []
@@ -155,6 +168,14 @@ class _Bench:
             made.clear()
         self.report.plain_memory = Peak(model.device).over(first)
         self.plain = made[0]
+        self.report.tax = measure_tax(
+            lambda: load_free(file, model.device),
+            self.plain,
+            [
+                (prompt, self._params(i, request.temperatures[0]))
+                for i, prompt in enumerate(prompts)
+            ],
+        )
 
     def run(self, temperature: float, mode: str, progress: Callable[[str], None]) -> None:
         """Measure one temperature in one mode, with an engine that has drafted nothing yet."""
@@ -189,7 +210,9 @@ class _Bench:
             if text not in self.report.failures:
                 self.report.failures.append(text)
         row = Row.of(temperature, duel.controller, pairs, self.categories)
-        if row is not None:
+        if identity.different:
+            self.report.rows.clear()
+        elif row is not None:
             self.report.rows.append(row)
 
     def _params(self, place: int, temperature: float) -> SamplingParams:

@@ -10,6 +10,9 @@ from chatkv.spec.stats import DraftStats
 from sessions.bench.measure import Timing
 from sessions.bench.spec_play import Pair, WatchedController
 
+PARTS = ("draft", "verify", "accept", "host")
+"""Of a step, as `StepRecord` has them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sums:
@@ -22,6 +25,7 @@ class Sums:
     drafted_tokens_per_s: float
     speedup: float
     tokens_per_step: float
+    sources: list[Source]
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> Sums | None:
@@ -39,6 +43,7 @@ class Sums:
             drafted_tokens_per_s=1000 * tokens / drafted,
             speedup=plain / drafted,
             tokens_per_step=stats.tokens / stats.steps,
+            sources=_sources(stats),
         )
 
 
@@ -77,6 +82,8 @@ class Row:
     verify_ms: float
     accept_ms: float
     host_ms: float
+    shares: dict[str, float]
+    """Of a step: `draft`, `verify`, `accept` and `host`, 1 together."""
     overhead_share: float
     """Of a step: all but the forward pass."""
     expected_tokens_per_s: float | None
@@ -86,7 +93,6 @@ class Row:
     drafted_first_token_ms: float
     plain_prefill_tokens_per_s: float
     drafted_prefill_tokens_per_s: float
-    sources: list[Source]
     explain: str
 
     @classmethod
@@ -114,6 +120,7 @@ class Row:
         spread = Timing.of(speedups)
         computed = sum(pair.computed for pair in pairs)
         groups = _grouped(pairs, categories)
+        parts = {name: getattr(stats, f"{name}_ms") for name in PARTS}
         return cls(
             temperature=temperature,
             mode=controller.mode,
@@ -132,6 +139,7 @@ class Row:
             verify_ms=stats.verify_ms / stats.steps,
             accept_ms=stats.accept_ms / stats.steps,
             host_ms=stats.host_ms / stats.steps,
+            shares={part: ms / stats.wall_ms for part, ms in parts.items()},
             overhead_share=1 - stats.verify_ms / stats.wall_ms,
             expected_tokens_per_s=controller.expected_rate,
             plain_first_token_ms=median(pair.plain_first_ms for pair in pairs),
@@ -140,7 +148,6 @@ class Row:
             drafted_prefill_tokens_per_s=1000
             * computed
             / sum(pair.drafted_first_ms for pair in pairs),
-            sources=_sources(stats),
             explain=controller.explain(),
         )
 

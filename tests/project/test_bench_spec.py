@@ -20,9 +20,10 @@ from chatkv.spec.drafters.ngram import NgramDrafter
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
-from sessions.bench import spec, spec_play
+from sessions.bench import spec, spec_play, spec_tax
 from sessions.bench.spec_play import Pair
 from sessions.bench.spec_row import Row, Sums
+from sessions.bench.spec_tax import Tax
 from tui.commands import bench_spec
 
 FILE = ModelFile("tiny", Path("tiny"), "random")
@@ -97,6 +98,7 @@ def test_what_it_prints(chatkv, prompts, tiny):
     table = lines[lines.index("temperature 0.7, tree:4") + 2 :]
     assert table[0].startswith("all ")
     assert any(line.startswith("copy ") for line in table)
+    assert "exactness tax: not measured, the kernels of a cpu are our own, all exact" in lines
     for part in ("below 1.00x", "a step: draft", "expected ", "probes", "first token", "random: "):
         assert part in ran.out, part
     assert table[-1].startswith(("Drafting (tree:4): ", "Plain"))
@@ -108,8 +110,8 @@ def test_json_and_csv(chatkv, prompts, tmp_path):
     words = (*SMALL[:-1], "tree:4,auto", "--prompts", prompts, "--temperature", "0,1")
     data = chatkv(*words, "--json", "--csv", str(sheet)).json
     assert set(data) == {
-        "v", "bench", "about", "drafters", "identity", "rows", "plain_memory", "drafted_memory",
-        "failures",
+        "v", "bench", "about", "device", "kv_dtype", "drafters", "identity", "rows", "plain_memory",
+        "drafted_memory", "failures", "tax",
     }  # fmt: skip
     assert data["identity"]["prompts"] == 8
     assert (data["identity"]["different"], data["identity"]["differences"]) == (0, [])
@@ -124,10 +126,14 @@ def test_json_and_csv(chatkv, prompts, tmp_path):
         assert row["speedup_p10"] <= row["speedup_median"] <= row["speedup_p90"]
         assert 0 <= row["share_below_1"] <= 1
         assert 0 < row["overhead_share"] < 1
+        assert set(row["shares"]) == {"draft", "verify", "accept", "host"}
+        assert sum(row["shares"].values()) == pytest.approx(1)
+        assert row["overhead_share"] == pytest.approx(1 - row["shares"]["verify"])
         assert row["plain_steps"] <= row["steps"]
         assert sum(row["plain_reasons"].values()) == row["plain_steps"]
     drafted = data["rows"][0]
-    assert {source["name"] for source in drafted["sources"]} >= {"ngram", "random"}
+    for sums in (drafted["all"], drafted["categories"]["copy"]):
+        assert {source["name"] for source in sums["sources"]} >= {"ngram", "random"}
     with sheet.open() as file:
         table = list(csv.DictReader(file))
     assert [row["mode"] for row in table] == [mode for _, mode in places]
@@ -135,6 +141,69 @@ def test_json_and_csv(chatkv, prompts, tmp_path):
     ran = chatkv(*SMALL, "--prompts", prompts, "--temperature", "0", "--json", str(target))
     assert ran.out.startswith("identity: ")
     assert len(json.loads(target.read_text())["rows"]) == 1
+
+
+def test_a_run_that_is_stopped_leaves_the_rows_that_were_done(
+    chatkv, prompts, tmp_path, monkeypatch
+):
+    """Each row is in the file, and told, before the next one begins."""
+    target, real = tmp_path / "a.json", spec._Bench.run
+
+    def run(self, temperature, *rest):
+        if temperature == 1:
+            assert [row["temperature"] for row in json.loads(target.read_text())["rows"]] == [0]
+            raise ChatKVError("Stopped.")
+        real(self, temperature, *rest)
+
+    monkeypatch.setattr(spec._Bench, "run", run)
+    words = (*SMALL, "--prompts", prompts, "--temperature", "0,1", "--json", str(target))
+    ran = chatkv(*words)
+    assert "1 of 2 rows: temperature 0, tree:4: " in ran.err
+    assert ran.out == ""
+    assert json.loads(target.read_text())["identity"]["prompts"] == 2
+    assert [file.name for file in tmp_path.iterdir() if file.suffix == ".json"] == ["a.json"]
+
+
+def test_what_exactness_costs(prompts, monkeypatch):
+    """Both play the same prompts in turns; a speed-up is told over the faster of the two."""
+    real, ran = spec_tax.play, []
+
+    def play(engine, prompt, params):
+        replies = real(engine, prompt, params)
+        ran.append((prompt.id, engine.model is free))
+        ms = 1.0 if engine.model is free else 1.5
+        return [dataclasses.replace(r, decode_ms=ms * (len(r.ids) - 1)) for r in replies]
+
+    free = TinyModel(seed=1)
+    monkeypatch.setattr(spec_tax, "play", play)
+    monkeypatch.setattr(spec, "load_free", lambda *_: free)
+    report = spec.measure(FILE, request(prompts))
+    assert report.tax.tax == pytest.approx(1.5)
+    assert report.tax.free_tokens_per_s == pytest.approx(1000)
+    turns = [False, True, False, True, True, False]
+    assert ran == [(name, is_free) for name in "ab" for is_free in turns]
+    lines = bench_spec.table(report)
+    assert "exactness tax 1.500: plain 666.7 tok/s, with products of the library 1,000.0" in lines
+    (row,) = report.rows
+    over = f"speed-up over the fastest plain steps {row.all.speedup / 1.5:.2f}x"
+    assert over in lines
+    assert Tax(tax=0.9).slower == 1
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(spec, "load_free", full)
+    assert "a third time" in spec.measure(FILE, request(prompts)).tax.missing
+
+
+def test_the_overhead_of_a_device_has_a_bar(prompts):
+    report = spec.measure(FILE, request(prompts))
+    bar = "draft, accept and host are {} the bar of 15% of a step"
+    assert not any("the bar" in line for line in bench_spec.table(report))
+    report.device = "cuda:0"
+    for share, word in ((0.14, "within"), (0.16, "over")):
+        report.rows[0] = dataclasses.replace(report.rows[0], overhead_share=share)
+        assert bar.format(word) in bench_spec.table(report)
 
 
 def test_a_reply_that_differs_ends_with_7_and_no_speed(chatkv, prompts, broken):
@@ -206,6 +275,7 @@ def test_two_models_and_all_prompts_first_on_a_device(prompts, monkeypatch):
     monkeypatch.setattr(
         spec, "load_model", lambda *_, **__: made.append(Device()) or (made[-1], "")
     )
+    monkeypatch.setattr(spec, "load_free", lambda *_: None)
     monkeypatch.setattr(spec, "about", lambda *_, **__: {})
     monkeypatch.setattr(
         spec, "Peak", lambda device: types.SimpleNamespace(over=lambda run: run() or spec.Memory())
@@ -232,7 +302,7 @@ def test_a_draft_model(chatkv, prompts, monkeypatch):
     assert asked == ["small"]
     assert data["drafters"] == ["ngram", "random", "draft_model"]
     assert data["identity"]["different"] == 0
-    assert "draft_model" in {source["name"] for source in data["rows"][0]["sources"]}
+    assert "draft_model" in {source["name"] for source in data["rows"][0]["all"]["sources"]}
 
 
 def test_a_speed_up_that_guesses_cannot_explain_is_marked():
@@ -290,8 +360,10 @@ def test_the_sums():
     assert row.share_below_1 == 0.5
     assert (row.speedup_median, row.speedup_p10, row.speedup_p90) == (1.45, 0.9, 2)
     assert row.overhead_share == pytest.approx(0.2)
-    assert row.sources[0].offered == [20, 16]
-    assert row.sources[0].acceptance == [0.8, 0.0]
+    assert row.all.sources[0].offered == [20, 16]
+    assert row.all.sources[0].acceptance == [0.8, 0.0]
+    assert row.categories["y"].sources[0].offered == [5, 4]
+    assert row.shares == pytest.approx({"draft": 0.2, "verify": 0.8, "accept": 0, "host": 0})
     assert row.plain_prefill_tokens_per_s == 10_000
     assert Row.of(0.7, controller, pairs[3:], {}) is None
 

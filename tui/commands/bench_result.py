@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -70,13 +71,18 @@ def write_result(
     """
     if csv_file is not None:
         _write(csv_file, as_csv(data))
-    if json_file is not None and json_file != STDOUT:
-        _write(Path(json_file), json.dumps({"v": output.VERSION, **data}, indent=1) + "\n")
+    write_json_file(data, json_file)
     if json_file == STDOUT:
         output.write_json(data)
     else:
         for text in lines:
             output.line(text)
+
+
+def write_json_file(data: dict[str, Any], json_file: str | None) -> None:
+    """Write a result to its file, whole or not at all, if it goes to one. Raises UsageError."""
+    if json_file is not None and json_file != STDOUT:
+        _write(Path(json_file), json.dumps({"v": output.VERSION, **data}, indent=1) + "\n")
 
 
 def as_csv(data: dict[str, Any]) -> str:
@@ -104,8 +110,13 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe, or the terminal
+            path.write_text(text, encoding="utf-8")
+        else:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror}.", hint="Name another file."

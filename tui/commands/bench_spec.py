@@ -16,14 +16,23 @@ from tui.command import (
     draft_model_option,
     kv_dtype_option,
 )
-from tui.commands.bench_result import WRONG, progress, result_options, write_result
+from tui.commands.bench_result import (
+    WRONG,
+    progress,
+    result_options,
+    write_json_file,
+    write_result,
+)
 from tui.commands.verify import Numbers
 
 if TYPE_CHECKING:
     from sessions.bench.measure import Memory
     from sessions.bench.spec import Report
     from sessions.bench.spec_row import Row, Sums
+    from sessions.bench.spec_tax import Tax
 
+OVERHEAD_BAR = 0.15
+"""Of a step on a GPU, what draft, accept and host together may take."""
 NOISE = 1.02
 """A step with guesses is never faster than a plain one, but for this much of noise."""
 
@@ -99,7 +108,16 @@ def spec(
         keep_layers=settings["kv.keep_layers"],
         rounds=runs,
     )
-    report = measure(file, request, progress(found))
+    wanted = len(request.temperatures) * len(request.modes)
+
+    def on_row(report: Report) -> None:
+        """What is there so far outlives a run that is stopped."""
+        if wanted > 1:
+            write_json_file(report.to_json(), json_file)
+            if report.rows:
+                found.note(f"{len(report.rows)} of {wanted} rows: {brief(report.rows[-1])}")
+
+    report = measure(file, request, progress(found), on_row)
     write_result(report.to_json(), table(report), csv_file, json_file)
     if report.identity.different:
         found.note(f"{report.identity.different} replies differ: drafting changed the text.")
@@ -115,19 +133,52 @@ def table(report: Report) -> list[str]:
         f"identity: {same.prompts:,} prompts, {same.tokens:,} tokens, {same.different:,} different",
         *(f"different: {_pairs(place)}" for place in same.differences),
         summary(report.about),
-        f"drafters {', '.join(report.drafters)}; plain and drafted in turns, one prompt at a time",
+        f"drafters {', '.join(report.drafters)}; kv {report.kv_dtype}; plain and drafted in turns, "
+        "one prompt at a time",
         *(f"switched off: {text}" for text in report.failures),
     ]
     if report.rows:
         lines.append(_memory(report.plain_memory, report.drafted_memory))
+        lines.append(_tax(report.tax))
     for row in report.rows:
-        lines += ["", *row_lines(row)]
+        lines += ["", *row_lines(row), *_over_bars(row, report)]
     return lines
 
 
 def row_lines(row: Row) -> list[str]:
     """One temperature in one mode."""
     return [f"temperature {row.temperature:g}, {row.mode}", *_speeds(row), *_steps(row)]
+
+
+def brief(row: Row) -> str:
+    """The row in one line."""
+    return (
+        f"temperature {row.temperature:g}, {row.mode}: {row.all.speedup:.2f}x at "
+        f"{row.all.tokens_per_step:.2f} tokens a step, plain "
+        f"{row.all.plain_tokens_per_s:,.1f} tok/s, drafted {row.all.drafted_tokens_per_s:,.1f}"
+    )
+
+
+def _tax(tax: Tax) -> str:
+    if tax.tax is None:
+        return f"exactness tax: not measured, {tax.missing}"
+    return (
+        f"exactness tax {tax.tax:.3f}: plain {tax.exact_tokens_per_s:,.1f} tok/s, with products of "
+        f"the library {tax.free_tokens_per_s:,.1f}"
+    )
+
+
+def _over_bars(row: Row, report: Report) -> list[str]:
+    """The speed-up over the fastest plain steps, and the overhead of a device's step."""
+    lines: list[str] = []
+    if report.tax.tax is not None:
+        lines.append(
+            f"speed-up over the fastest plain steps {row.all.speedup / report.tax.slower:.2f}x"
+        )
+    if report.device != "cpu":
+        word = "over" if row.overhead_share > OVERHEAD_BAR else "within"
+        lines.append(f"draft, accept and host are {word} the bar of {OVERHEAD_BAR:.0%} of a step")
+    return lines
 
 
 def _speeds(row: Row) -> list[str]:
@@ -158,11 +209,9 @@ def _sums(sums: Sums) -> list[str]:
 
 
 def _steps(row: Row) -> list[str]:
-    lines = [
-        f"a step: draft {row.draft_ms:.3f}, verify {row.verify_ms:.3f}, accept "
-        f"{row.accept_ms:.3f}, host {row.host_ms:.3f} ms; all but verify is "
-        f"{row.overhead_share:.1%}"
-    ]
+    parts = {name: getattr(row, f"{name}_ms") for name in row.shares}
+    told = ", ".join(f"{name} {ms:.3f} ms ({row.shares[name]:.1%})" for name, ms in parts.items())
+    lines = [f"a step: {told}; all but verify is {row.overhead_share:.1%}"]
     if row.expected_tokens_per_s is not None:
         lines.append(
             f"expected {row.expected_tokens_per_s:,.1f} tok/s, measured "
@@ -171,7 +220,7 @@ def _steps(row: Row) -> list[str]:
     lines.append(f"{row.plain_steps:,} of {row.steps:,} steps plain, {row.probes:,} probes")
     ordered = sorted(row.plain_reasons.items(), key=lambda item: -item[1])
     lines += [f"  {count:,} plain: {reason}" for reason, count in ordered]
-    for source in row.sources:
+    for source in row.all.sources:
         rates = " ".join("-" if rate is None else f"{rate:.2f}" for rate in source.acceptance)
         lines.append(
             f"{source.name}: {sum(source.accepted):,} of {sum(source.offered):,} guesses right; "
