@@ -32,6 +32,16 @@ class Calibration:
         hits, tried = self._counts.get(key, (0.0, 0.0))
         return (hits + PRIOR_TRIALS * own) / (tried + PRIOR_TRIALS)
 
+    def share_right(self, source: str, depth: int, greedy: bool) -> float:
+        """Share of a source's guesses at a depth that were right, whatever it said of them; near 1
+        while little is known."""
+        depth = min(depth, DEEPEST)
+        hits = tried = PRIOR_TRIALS
+        for (name, at, _, cool), (right, all_of_them) in self._counts.items():
+            if (name, at, cool) == (source, depth, greedy):
+                hits, tried = hits + right, tried + all_of_them
+        return hits / tried
+
     def learn(self, outcomes: Iterable[Outcome], greedy: bool) -> None:
         """Count what `stats.trials` found."""
         for source, depth, score, right in outcomes:

@@ -9,26 +9,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from statistics import median
 from typing import Any
 
 from chatkv.spec.calibration import Calibration
-from chatkv.spec.costs import CostTable
+from chatkv.spec.costs import CostTable, DraftCosts
+from chatkv.spec.explain import explain
 from chatkv.spec.guard import WallClockGuard
+from chatkv.spec.plain_state import PlainState
 from chatkv.spec.plan import Kind, Plan, Shape
 from chatkv.spec.proposal import GrownTree, Proposal, settled
 from chatkv.spec.stats import DraftStats, StepRecord, follow
-from chatkv.spec.tree import MAX_ROWS, DraftTree
+from chatkv.spec.tree import MAX_DEPTH, MAX_ROWS, DraftTree
 from chatkv.spec.verify import Accepted
 
 BAR = 1.03
 """Predicted rate over plain from which drafting is worth it."""
-PLAIN_STREAK = 3
-"""Plain decisions in a row that make the plain state."""
-FIRST_PROBE, LAST_PROBE = 16, 512
-"""Tokens in the plain state until the next probe; doubles each time."""
-PROBE_SHARE = 0.005
-"""Share of all time that probes may lose."""
 CHEAP_SHARE = 0.01
 """A draft below this share of a plain step is looked at in the plain state too."""
 WHOLE, WHOLE_TRIES = 64, 8
@@ -65,28 +60,23 @@ class Controller:
         self._whole: deque[int] = deque(maxlen=WHOLE)
         self._followed: dict[int, tuple[DraftTree, int]] = {}
         self._guessed_steps = 0
-        self._draft_ms: deque[float] = deque(maxlen=9)
-        self._spared_ms: deque[float] = deque(maxlen=9)
+        self.drafts = DraftCosts()
         self._asked: deque[tuple[int, float]] = deque(maxlen=ASKED)
-        self._ahead_ms: deque[float] = deque(maxlen=9)
-        self._streak, self._interval, self._waited = 0, FIRST_PROBE, 0
-        self._probes_ms, self._all_ms = 0.0, 0.0
+        self._idle = PlainState()
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
 
     def set_mode(self, mode: str) -> None:
         """Change the mode; what was learnt stays, a resting guard is lifted."""
         self.shape, self.mode = Shape.parse(mode), mode
         self.guard.wake()
-        self._streak = self._waited = 0
-        self._interval = FIRST_PROBE
+        self._idle.reset()
 
     @property
     def may_ask(self) -> bool:
         """Whether the next step may ask drafters that cost something."""
         if self.shape.kind == "none" or self.guard.rest_tokens:
             return False
-        is_idle = self._streak >= PLAIN_STREAK and self._waited < self._interval
-        return self.shape.kind != "auto" or not is_idle
+        return self.shape.kind != "auto" or not self._idle.holds or self._idle.is_due
 
     def plan(self, seq_ids: Sequence[int], greedy: Sequence[bool] | None = None) -> Plan:
         """Whether to ask the drafters, and for how many rows."""
@@ -119,8 +109,8 @@ class Controller:
         if plan is None or ms is None or self.shape.kind != "auto":
             return False
         own = sum(self._whole) / len(self._whole) if self._whole else WHOLE_TOKENS
-        joined_ms = _median(self._draft_ms) if self._draft_ms else JOINED_SHARE * ms
-        slower = (ms + joined_ms) / (ms + _median(self._ahead_ms))
+        joined_ms = self.drafts.most(JOINED_SHARE * ms)
+        slower = (ms + joined_ms) / (ms + self.drafts.ms((), ahead=True))
         return sum(self.calibration.chances(others, plan.greedy[0])) <= own * slower
 
     def _pruned(self, trees: Sequence[DraftTree], plan: Plan) -> list[DraftTree]:
@@ -156,12 +146,11 @@ class Controller:
             self._whole.append(step.tokens)
         self.stats.add(step)
         self._recent.append(step)
-        self._all_ms += step.wall_ms
+        self._idle.spend(step.wall_ms)
         self.costs.observe(step.rows, step.verify_ms, plain=not step.drafted)
         if plan.asks:
-            times = self._ahead_ms if _is_whole(plan) else self._draft_ms
-            (self._spared_ms if plan.spared else times).append(step.draft_ms)
-            if step.drafted and not plan.spared:
+            self.drafts.observe(plan.asked, step.draft_ms, ahead=_is_whole(plan))
+            if step.drafted and plan.asked:
                 self._asked.append((step.tokens, step.draft_ms + step.verify_ms))
         self.guard.observe(step)
         self._update_plain_state(step, plan)
@@ -172,8 +161,10 @@ class Controller:
             "calibration": self.calibration.to_json(),
             "costs": self.costs.to_json(),
             "guard": self.guard.to_json(),
-            "draft_ms": list(self._draft_ms),
-            "plain_state": [self._streak, self._interval, self._waited],
+            "drafts": self.drafts.to_json(),
+            "whole": list(self._whole),
+            "asked": list(self._asked),
+            "plain_state": self._idle.to_json(),
         }
 
     def recall(self, known: Mapping[str, Any]) -> None:
@@ -185,55 +176,23 @@ class Controller:
             if dict(known["costs"]["base"]) == self.costs.base:
                 self.costs.recall(known["costs"])
                 self.guard.recall(known["guard"])
-                self._draft_ms.extend(float(ms) for ms in known["draft_ms"] if ms >= 0)
-                streak, interval, waited = map(int, known["plain_state"])
-                self._streak, self._waited = streak, waited
-                self._interval = min(max(interval, FIRST_PROBE), LAST_PROBE)
+                self.drafts.recall(known["drafts"])
+                self._whole.extend(int(tokens) for tokens in known["whole"])
+                self._asked.extend((int(tokens), float(ms)) for tokens, ms in known["asked"])
+                self._idle.recall(known["plain_state"])
 
     def explain(self) -> str:
         """One sentence for the status line: what drafting does now, and why."""
         if self.shape.kind == "none":
             return "Drafting is off."
-        recent = DraftStats()
-        for step in self._recent:
-            recent.add(step)
-        if not recent.steps:
-            return f"Drafting is on ({self.mode}); nothing has been measured yet."
-        if self.guard.rest_tokens:
-            return (
-                f"Plain for {self.guard.rest_tokens} more tokens: drafted steps ran at "
-                f"{self.guard.measured or 0:.2f}x the plain rate."
-            )
-        share = recent.plain_steps / recent.steps
-        if not self._guessed_steps:
-            return f"Plain: no guess came up in {self.stats.tokens} tokens."
-        if share > 0.95:
-            return (
-                f"Plain in {share:.0%} of the steps: guesses are not worth their time here"
-                f"{self._first_guesses()}."
-            )
-        faster = f", {recent.speedup:.2f}x the plain rate" if recent.speedup else ""
-        drafted = recent.steps - recent.plain_steps
-        gained = (recent.tokens - recent.plain_tokens) / drafted
-        rows = (recent.rows - recent.plain_steps) / drafted
-        who = " and ".join(sorted({name for name, _ in recent.offered})) or "nobody"
-        return (
-            f"Drafting ({self.mode}): {who} guessed, {rows:.1f} rows{self._cost(round(rows))} gave "
-            f"{gained:.2f} tokens a drafted step{faster}; plain in {share:.0%} of the steps."
+        return explain(
+            self.mode,
+            self._recent,
+            self.stats,
+            self.costs,
+            self.guard,
+            guessed=self._guessed_steps > 0,
         )
-
-    def _cost(self, rows: int) -> str:
-        ms, one = self.costs.ms(rows), self.costs.ms(1)
-        return f" at {ms / one:.2f}x the time of one" if ms and one and rows > 1 else ""
-
-    def _first_guesses(self) -> str:
-        """What a second row costs, and how often the first guess was right."""
-        offered = sum(count for (_, depth), count in self.stats.offered.items() if depth == 1)
-        right = sum(count for (_, depth), count in self.stats.accepted.items() if depth == 1)
-        ms, one = self.costs.ms(2), self.costs.ms(1)
-        if not offered or not ms or not one:
-            return ""
-        return f"; {right / offered:.0%} of the first ones are right, two rows take {ms / one:.2f}x"
 
     def _decide(self, sequences: int) -> tuple[Kind, int, str]:
         if self.shape.kind == "none":
@@ -249,17 +208,44 @@ class Controller:
         if room < 2:
             return "plain", 1, f"{sequences} sequences fill the largest step"
         rows = min(room, MAX_ROWS)
-        if self._streak < PLAIN_STREAK:
+        if not self._idle.holds:
             return "draft", rows, "guesses are checked when they are worth their time"
-        if self._waited >= self._interval:
+        if self._idle.is_due:
             return "probe", rows, "a try after a while of plain steps"
         if self._is_cheap(sequences):
-            return "draft", rows, "no guess is worth its time"
+            return "cheap", rows, "no guess is worth its time"
         return "plain", 1, "no guess is worth its time"
 
     def _is_cheap(self, sequences: int) -> bool:
-        plain = self.costs.ms(sequences)
-        return plain is not None and self._draft_cost() <= CHEAP_SHARE * plain
+        """Whether to ask those drafters in the plain state that take next to no time."""
+        plain_ms = self.costs.ms(sequences)
+        return plain_ms is not None and self.drafts.cheap_ms <= CHEAP_SHARE * plain_ms
+
+    def affordable(self, name: str, guess_ms: float | None) -> int:
+        """Rows that a drafter which takes time may have in a tree; 1 is not to ask it.
+
+        Args:
+            guess_ms: Of each guess, where guesses come one by one; else None. Such a chain gets as
+                long as pays if its guesses are as good as they were, and in a probe if all are
+                right: a drafter that could not pay then is never asked.
+        """
+        plan = self._plan
+        if plan is None or guess_ms is None or self.shape.kind != "auto":
+            return 1 if plan is not None and plan.kind == "cheap" else MAX_ROWS
+        plain_ms, sequences = self.costs.ms(len(plan.rows)), len(plan.rows)
+        if plan.kind == "cheap" or plain_ms is None:
+            return 1
+        best, guesses, chance, gain = BAR / plain_ms, 0, 1.0, 1.0
+        for depth in range(1, MAX_DEPTH + 1):
+            if plan.kind != "probe":
+                chance *= self.calibration.share_right(name, depth, plan.greedy[0])
+            gain += chance
+            ms, spent = self.costs.ms(sequences * (depth + 1)), sequences * depth * guess_ms
+            if ms is None or (plan.kind == "probe" and depth > 1 and spent > self._idle.spare_ms):
+                break
+            if gain / (ms + spent) > best:
+                best, guesses = gain / (ms + spent), depth
+        return 1 + guesses
 
     def enough(self, trees: Sequence[DraftTree]) -> bool:
         """Whether the guesses of cheap drafters alone are expected to gain more than steps for
@@ -270,13 +256,13 @@ class Controller:
         if len(self._asked) < ASKED_TRIES:
             return False
         chances = sorted(self.calibration.chances(trees[0], plan.greedy[0])[1:], reverse=True)
-        draft_ms = _median(self._spared_ms) if self._spared_ms else 0.0
+        draft_ms = self.drafts.ms(())
         rate = sum(tokens for tokens, _ in self._asked) / sum(ms for _, ms in self._asked)
-        plan.spared = self._best_count(chances, 1, rate, float("inf"), draft_ms) > 0
-        return plan.spared
+        return self._best_count(chances, 1, rate, float("inf"), draft_ms) > 0
 
-    def _draft_cost(self) -> float:
-        return _median(self._draft_ms or self._ahead_ms)
+    def draft_cost(self, plan: Plan) -> float:
+        """Milliseconds that asking as `plan` did takes; 0 while nothing is known."""
+        return self.drafts.ms(plan.asked, ahead=_is_whole(plan))
 
     def _takes_whole(self, tree: GrownTree) -> bool:
         """Whether the mode leaves a tree of that size as it is."""
@@ -289,14 +275,14 @@ class Controller:
         if ms is None or plain_ms is None:
             return False
         if len(self._whole) >= WHOLE_TRIES:
-            rate = sum(self._whole) / len(self._whole) / (ms + _median(self._ahead_ms))
+            rate = sum(self._whole) / len(self._whole) / (ms + self.drafts.ms((), ahead=True))
             if rate > BAR / plain_ms:
                 return True
             if plan.kind != "probe":
                 return False
         elif plan.kind != "probe":
             return True
-        plan.is_probe = ms <= plain_ms + PROBE_SHARE * self._all_ms - self._probes_ms
+        plan.is_probe = ms <= plain_ms + self._idle.spare_ms
         return plan.is_probe
 
     def _fastest(self, trees: list[list[float]], plan: Plan) -> list[list[int]]:
@@ -317,13 +303,11 @@ class Controller:
         if not guesses or plain_ms is None:
             return kept
         chances = [-chance for chance, _, _ in guesses]
-        draft_ms = self._draft_cost()
-        if plan.spared:
-            draft_ms = _median(self._spared_ms) if self._spared_ms else 0.0
+        draft_ms = self.draft_cost(plan)
         bar = BAR * sequences / plain_ms
         count = self._best_count(chances, sequences, bar, float("inf"), draft_ms)
         if not count and plan.kind == "probe":
-            affordable = plain_ms + PROBE_SHARE * self._all_ms - self._probes_ms
+            affordable = plain_ms + self._idle.spare_ms
             count = self._best_count(chances, sequences, 0.0, affordable, draft_ms)
             plan.is_probe = count > 0
         for _, place, row in guesses[:count]:
@@ -352,22 +336,20 @@ class Controller:
         """Three plain decisions in a row make the plain state; one good draft leaves it."""
         if plan.kind == "control" or self.shape.kind != "auto":
             return
+        plain_ms = self.guard.plain_ms(self.costs.ms(step.sequences) or float("inf"))
         if not step.drafted:
-            self._streak += 1
-            if self._streak > PLAIN_STREAK:
-                self._waited += step.tokens
-            if plan.kind == "probe" and not self._is_cheap(step.sequences):
-                self._next_probe(step.draft_ms)
+            self._idle.plain(step.tokens)
+            if plan.kind == "probe" and step.draft_ms > CHEAP_SHARE * plain_ms:
+                self._idle.lost(step.draft_ms)
             return
         if not plan.is_probe:
-            self._streak = self._waited = 0
+            self._idle.leave()
             return
-        plain_ms = self.guard.plain_ms(self.costs.ms(step.sequences) or float("inf"))
         lost_ms = step.wall_ms - step.tokens / step.sequences * plain_ms
         if step.wall_ms * BAR <= step.tokens / step.sequences * plain_ms:
-            self._streak, self._interval, self._waited = 0, FIRST_PROBE, 0
+            self._idle.reset()
         else:
-            self._next_probe(max(lost_ms, 0.0))
+            self._idle.lost(max(lost_ms, 0.0))
 
     def _learn(self, plan: Plan, accepted: Sequence[Accepted]) -> None:
         """Whole proposals teach, run or not: the model chooses its tokens in any case.
@@ -399,16 +381,7 @@ class Controller:
                     going[seq_id] = (tree, reached)
         self._followed = going
 
-    def _next_probe(self, lost_ms: float) -> None:
-        self._probes_ms += lost_ms
-        self._interval = min(2 * self._interval, LAST_PROBE)
-        self._waited = 0
-
 
 def _is_whole(plan: Plan) -> bool:
     """Whether a tree that nobody had seen was proposed."""
     return len(plan.proposed) == 1 and isinstance(plan.proposed[0], GrownTree)
-
-
-def _median(values: deque[float]) -> float:
-    return median(values) if values else 0.0

@@ -1,14 +1,16 @@
-"""What a forward pass of so many rows costs on this machine. Knows milliseconds only."""
+"""What a pass of so many rows costs on this machine, and drafting. Knows milliseconds only."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 RECENT = 9
 """Measurements a running median looks back on."""
+CHEAP_TRIES = 3
+"""Drafts that tell what asking the cheap drafters alone takes."""
 
 
 class CostTable:
@@ -78,3 +80,53 @@ class CostTable:
         for size, base in self.base.items():
             own = self._own.get(size)
             self._now[size] = base * self._level * (median(own) if own else 1.0)
+
+
+class DraftCosts:
+    """Milliseconds of drafting, by the drafters that take time and were asked beside the others."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[str, ...], deque[float]] = {}
+        self._ahead: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def cheap_ms(self) -> float:
+        """Of asking nobody who takes time; 0 until that is known."""
+        times = self._times.get((), ())
+        return median(times) if len(times) >= CHEAP_TRIES else 0.0
+
+    def ms(self, asked: tuple[str, ...], *, ahead: bool = False) -> float:
+        """Expected time of asking these; 0 while nothing is known.
+
+        Args:
+            ahead: The tree was begun behind the step before.
+        """
+        times = None if ahead else self._times.get(asked)
+        times = times or (self._ahead if ahead or asked else ())
+        return median(times) if times else 0.0
+
+    def most(self, default: float) -> float:
+        """Of the dearest way of asking; `default` while none that takes time is known."""
+        return max((self.ms(asked) for asked in self._times if asked), default=default)
+
+    def observe(self, asked: tuple[str, ...], ms: float, *, ahead: bool = False) -> None:
+        """Drafting took this long."""
+        if ahead:
+            self._ahead.append(ms)
+        else:
+            self._times.setdefault(asked, deque(maxlen=RECENT)).append(ms)
+
+    def to_json(self) -> dict[str, object]:
+        """All times."""
+        times = [[list(asked), list(times)] for asked, times in self._times.items()]
+        return {"times": times, "ahead": list(self._ahead)}
+
+    def recall(self, known: Mapping[str, Any]) -> None:
+        """Go on from the times of an earlier run."""
+        for asked, times in known["times"]:
+            self._times[tuple(map(str, asked))] = _recent(times)
+        self._ahead = _recent(known["ahead"])
+
+
+def _recent(times: Sequence[float]) -> deque[float]:
+    return deque((float(ms) for ms in times if ms >= 0), maxlen=RECENT)

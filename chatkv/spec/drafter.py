@@ -33,7 +33,7 @@ class Drafter(Protocol):
     """Guesses what comes next. It may be wrong; it can never change the text.
 
     One that has a true `wants_picks` is shown the tree that was run and the pick at each row. One
-    that has `taps` is a `Reader`.
+    that has `taps` is a `Reader`. One that has `guess_ms` takes so long for each guess of a chain.
     """
 
     name: str
@@ -116,6 +116,14 @@ class GuardedDrafters:
         )
         """The drafter that reads layers, if there is one."""
         self._ahead = self.reader if isinstance(self.reader, AheadReader) else None
+        self.costly = tuple(
+            drafter
+            for drafter in drafters
+            if drafter is self.reader or getattr(drafter, "guess_ms", None) is not None
+        )
+        """Those that take time: the one that reads layers, and those that price their guesses."""
+        self.asked: tuple[str, ...] = ()
+        """Names of those of them that were asked last."""
         self.wants_picks = any(getattr(drafter, "wants_picks", False) for drafter in drafters)
         """Whether some drafter learns from what the model picks behind wrong guesses too."""
         self.failures: list[str] = []
@@ -180,50 +188,32 @@ class GuardedDrafters:
         max_rows: Sequence[int],
         keeps_whole: Callable[[DraftTree], bool] | None = None,
         enough: Callable[[Sequence[DraftTree]], bool] | None = None,
+        affordable: Callable[[str, float | None], int] | None = None,
     ) -> Sequence[Proposal]:
         """One tree for each context: the root alone where nobody has a guess.
 
-        A tree that was begun ahead comes as it is, unless others have guesses to add.
+        Drafters that take time are asked last, and not at all where that cannot be worth it. A tree
+        that was begun ahead comes as it is, unless others have guesses to add.
 
         Args:
             keeps_whole: Whether it comes as it is although others have these.
-            enough: Whether these are so good that the drafter which reads layers, and is asked
-                last, need not be asked.
+            enough: Whether these are so good that no drafter which takes time need be asked.
+            affordable: Rows for the drafter of that name, which takes so long for each guess.
         """
         found: list[list[DraftTree]] = [[] for _ in contexts]
-        grown = self._grown(contexts, max_rows)
-        for drafter in sorted(self.drafters, key=lambda drafter: drafter is self.reader):
-            if drafter is self.reader and (
-                grown is not None or self._spare(found, contexts, enough)
-            ):
-                continue
-            asked = [
-                place
-                for place, context in enumerate(contexts)
-                if not self.is_off(drafter.name, context.seq_id)
-            ]
-            if not asked:
-                continue
-
-            def ask(drafter: Drafter = drafter, asked: list[int] = asked) -> list[DraftTree]:
-                some = [contexts[place] for place in asked]
-                limits = [max_rows[place] for place in asked]
-                trees = drafter.propose(some, limits)
-                return [
-                    sanitize(
-                        tree,
-                        root=int(context.tokens[-1]),
-                        vocab_size=self.vocab_size,
-                        max_rows=limit,
-                    )
-                    for tree, context, limit in zip(trees, some, limits, strict=True)
-                ]
-
-            trees = self._try(drafter, [contexts[place].seq_id for place in asked], ask)
-            for place, tree in zip(asked, trees or (), strict=False):
-                tree = _fitting(tree, contexts[place])
-                if len(tree) > 1:
-                    found[place].append(tree)
+        for drafter in self.drafters:
+            if drafter not in self.costly:
+                self._ask(drafter, contexts, max_rows, found)
+        rows = {drafter.name: _rows(drafter, affordable) for drafter in self.costly}
+        asked = [drafter for drafter in self.costly if rows[drafter.name] > 1]
+        grown = self._grown(contexts, max_rows) if self.reader in asked else None
+        if grown is None and asked and self._spare(found, contexts, enough):
+            asked = []
+        for drafter in asked:
+            if drafter is not self.reader or grown is None:
+                limits = [min(most, rows[drafter.name]) for most in max_rows]
+                self._ask(drafter, contexts, limits, found)
+        self.asked = tuple(drafter.name for drafter in asked)
         if grown is not None:
             beside = self._merged(found[0], grown.root, max_rows[0])
             if len(beside) == 1 or (keeps_whole is not None and keeps_whole(beside)):
@@ -236,6 +226,42 @@ class GuardedDrafters:
             self._merged(trees, int(context.tokens[-1]), limit)
             for trees, context, limit in zip(found, contexts, max_rows, strict=True)
         ]
+
+    def _ask(
+        self,
+        drafter: Drafter,
+        contexts: Sequence[DraftContext],
+        max_rows: Sequence[int],
+        found: Sequence[list[DraftTree]],
+    ) -> None:
+        """Add a drafter's trees to those that were found, where it has a guess."""
+        places = [
+            place
+            for place, context in enumerate(contexts)
+            if not self.is_off(drafter.name, context.seq_id)
+        ]
+        if not places:
+            return
+        some, limits = [contexts[p] for p in places], [max_rows[p] for p in places]
+
+        def ask() -> list[DraftTree]:
+            return [
+                sanitize(
+                    tree,
+                    root=int(context.tokens[-1]),
+                    vocab_size=self.vocab_size,
+                    max_rows=limit,
+                )
+                for tree, context, limit in zip(
+                    drafter.propose(some, limits), some, limits, strict=True
+                )
+            ]
+
+        trees = self._try(drafter, [context.seq_id for context in some], ask)
+        for place, tree in zip(places, trees or (), strict=False):
+            tree = _fitting(tree, contexts[place])
+            if len(tree) > 1:
+                found[place].append(tree)
 
     def _spare(
         self,
@@ -292,6 +318,12 @@ class GuardedDrafters:
         if not trees:
             return DraftTree.root(root)
         return trees[0] if len(trees) == 1 else DraftTree.merge(trees, max_rows)
+
+
+def _rows(drafter: Drafter, affordable: Callable[[str, float | None], int] | None) -> int:
+    if affordable is None:
+        return MAX_ROWS
+    return affordable(drafter.name, getattr(drafter, "guess_ms", None))
 
 
 def _fitting(tree: DraftTree, context: DraftContext) -> DraftTree:

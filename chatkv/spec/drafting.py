@@ -90,8 +90,13 @@ class Drafting:
         contexts = [DraftContext(seq.id, seq.tokens, seq.sampler) for seq in seqs]
         rows = [plan.rows[seq.id] for seq in seqs]
         trees = self.drafters.propose(
-            contexts, rows, self.controller.keeps_whole, self.controller.enough
+            contexts,
+            rows,
+            self.controller.keeps_whole,
+            self.controller.enough,
+            self.controller.affordable,
         )
+        plan.asked = self.drafters.asked
         return [
             _cut(tree, seq)
             for tree, seq in zip(self.controller.prune(trees, plan), seqs, strict=True)
@@ -101,7 +106,7 @@ class Drafting:
         """What there is to do while the model runs a step, all its launches made: begin the next
         tree behind it, and learn from the step before."""
         begin, plan = None, self._plan
-        if len(seqs) == 1 and plan is not None and plan.kind != "plain":
+        if len(seqs) == 1 and plan is not None and plan.kind not in ("plain", "cheap"):
             begin = None if seqs[0].sampler.edits_rows else self.drafters.ahead(seqs[0].id)
 
         def work() -> None:

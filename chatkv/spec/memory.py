@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, cast
 
-FORMAT = 1
+FORMAT = 2
 INTERVAL_S = 60.0
 """Between two writes, but for the last one."""
 

@@ -12,7 +12,8 @@ from chatkv.errors import ConfigError
 from chatkv.spec.proposal import Proposal
 from chatkv.spec.tree import MAX_ROWS
 
-Kind: TypeAlias = Literal["draft", "probe", "control", "plain"]
+Kind: TypeAlias = Literal["draft", "cheap", "probe", "control", "plain"]
+"""`cheap` asks only those drafters that take next to no time."""
 
 
 @dataclass(slots=True)
@@ -32,9 +33,8 @@ class Plan:
     """What is run of it."""
     is_probe: bool = False
     """Whether guesses are run that are not expected to be worth it."""
-
-    spared: bool = False
-    """Whether the costly drafter was not asked: what the others guessed is worth more."""
+    asked: tuple[str, ...] = ()
+    """The drafters that take time for it and were asked, by name."""
 
     @property
     def asks(self) -> bool:

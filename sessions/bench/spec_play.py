@@ -108,7 +108,7 @@ class WatchedController(Controller):
             ms = self.costs.ms(rows)
             if ms is not None and rows == len(tree):
                 self._tokens += sum(self.calibration.chances(tree, plan.greedy[0]))
-                self._ms += ms + (self._draft_cost() if plan.asks else 0.0)
+                self._ms += ms + (self.draft_cost(plan) if plan.asks else 0.0)
         self._ran.clear()
 
     @property

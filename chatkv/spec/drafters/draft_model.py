@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,8 @@ from chatkv.tokenizer import Tokenizer
 
 LEAST_CHANCE = 0.15
 """A chain ends where its whole path is less likely than this to be right."""
+MEASURED = 3
+"""Steps that tell at load what one takes."""
 MARGINS = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0)
 """Upper edges of the score bins: the best score above the second, noise included."""
 
@@ -76,6 +80,8 @@ class DraftModelDrafter:
         self.pool.reclaim = self.prefix.reclaim
         self.held: dict[int, Held] = {}
         self._root = root_key(fingerprint(model.identity(self.pool.page_size)), b"draft")
+        self.guess_ms = self._measure()
+        """What a guess takes: one step of the small model."""
 
     def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Take up a sequence, with the pages that earlier ones left."""
@@ -112,6 +118,16 @@ class DraftModelDrafter:
             ids = held.ids[index * size : (index + 1) * size]
             self.prefix.insert(keys[index + 1], keys[index], page, ids, [False] * size)
         held.table.release()
+
+    def _measure(self) -> float:
+        held, times = Held(PageTable(self.pool), chosen=[0]), list[float]()
+        for _ in range(1 + MEASURED):
+            begun = perf_counter()
+            self._logits(held, [0])
+            times.append(1000 * (perf_counter() - begun))
+            held.rewind()
+        held.table.release()
+        return median(times[1:])
 
     def _keys(self, ids: Sequence[int]) -> list[bytes]:
         return page_keys(self._root, ids, [False] * len(ids), self.pool.page_size)
