@@ -105,7 +105,8 @@ def find(name_or_path: str | os.PathLike[str] = DEFAULT_MODEL) -> ModelFile:
     Args:
         name_or_path: A name of the catalogue (any case), a path to a .gguf, a folder with
             config.json and safetensors, or `random:SHAPE` (for benchmarks and tests; whether there
-            is such a shape is seen when it is loaded).
+            is such a shape is seen when it is loaded). `random:NAME` of the catalogue is a tiny
+            model with that one's tokenizer.
 
     Raises:
         UnknownModel: Neither a name we know nor a file; or a known model that is not here yet.

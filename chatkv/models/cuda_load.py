@@ -43,7 +43,7 @@ def load_weights(
         if file.kind == "random":
             expect_shape(random_model.random_spec(file.name)[0])
             made = random_model.random_weights(file.name, device, dtype)
-            return made, random_model.byte_tokenizer()
+            return made, random_model.tokenizer_of(file.name)
         if file.kind == "folder":
             opened = ModelFolder(file.path)
             expect_shape(opened.spec)
@@ -68,7 +68,7 @@ def read_spec(file: ModelFile) -> tuple[ModelSpec, Tokenizer]:
         UnknownModel, BadWeights: As `load_weights`.
     """
     if file.kind == "random":
-        return random_model.random_spec(file.name)[0], random_model.byte_tokenizer()
+        return random_model.random_spec(file.name)[0], random_model.tokenizer_of(file.name)
     if file.kind == "folder":
         opened = ModelFolder(file.path)
         return opened.spec, opened.tokenizer()

@@ -10,6 +10,8 @@ import torch
 from chatkv.errors import BackendUnavailable, ChatKVError
 from chatkv.models.catalog import ModelFile
 from chatkv.models.model import Model
+from chatkv.models.random_model import tokenizer_of
+from chatkv.models.random_packed import random_packed
 
 OLDEST = (8, 0)
 """Compute capability: bfloat16 matrix units and asynchronous copies."""
@@ -120,12 +122,14 @@ def _load_cuda(file: ModelFile, device: str, progress: Progress | None) -> Model
 def _load_cpu(
     file: ModelFile, threads: int | None, progress: Progress | None, notice: str
 ) -> Model:
+    from chatkv.models.decoder import Decoder
+
+    if file.kind == "random" and (packed := random_packed(file.name)) is not None:
+        return Decoder(packed, tokenizer_of(file.name), threads=threads)
     if file.kind != "gguf":
         what = "Random weights run" if file.kind == "random" else "A folder of safetensors runs"
         raise BackendUnavailable(
             notice or f"{what} on a CUDA device, and none can be used here.",
             hint="The CPU runs .gguf models.",
         )
-    from chatkv.models.decoder import Decoder
-
     return Decoder.load(file, threads=threads, progress=progress)

@@ -1,6 +1,7 @@
 """Random weights of a named shape, for benchmarks and tests: nothing to fetch, nothing to say.
 
-Knows shapes and a seed; no file. The same name on the same kind of device gives the same weights.
+Knows shapes and a seed. The same name on the same kind of device gives the same weights.
+`random:NAME` of a model that is here is a tiny one with its tokenizer: a draft model that is wrong.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from chatkv.errors import UnknownModel
-from chatkv.models.catalog import RANDOM
+from chatkv.models import catalog, weights
+from chatkv.models.catalog import CATALOG, RANDOM
 from chatkv.models.dense import DenseLayer, DenseWeights, expect_room
 from chatkv.models.spec import ModelSpec
 from chatkv.tokenizer import Tokenizer
 
 EOS = 256
+TOKENIZER = "tokenizer.json"
 TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<' + message['role'] + '>' + message['content'] + eos_token }}"
@@ -69,14 +72,34 @@ def random_spec(name: str) -> tuple[ModelSpec, int]:
 
     Raises:
         UnknownModel: No such shape, or a seed that is no number.
+        BadWeights: The model whose tokenizer is to be taken cannot be read.
     """
     shape, _, seed = name.lower().removeprefix(RANDOM).partition("@")
-    if shape not in SHAPES or not (seed or "0").isdigit():
+    known = [*SHAPES, *CATALOG]
+    if shape not in map(str.lower, known) or not (seed or "0").isdigit():
         raise UnknownModel(
             f"No random model is called {name!r}.",
-            hint=f"Known: {', '.join(RANDOM + known for known in SHAPES)}; @7 behind it is a seed.",
+            hint=f"Known: {', '.join(RANDOM + known for known in known)}; @7 behind it is a seed.",
         )
-    return replace(SHAPES[shape], name=f"{RANDOM}{shape}@{int(seed or 0)}"), int(seed or 0)
+    spec = SHAPES["tiny"]
+    if (model := lender(name)) is not None:
+        lent = ("vocab_size", "context_limit", "eos_ids")
+        spec = replace(spec, **{field: getattr(model.spec, field) for field in lent})
+    else:
+        spec = SHAPES[shape]
+    return replace(spec, name=f"{RANDOM}{shape}@{int(seed or 0)}"), int(seed or 0)
+
+
+def lender(name: str) -> weights.Weights | None:
+    """The model whose tokenizer a random one takes; None for one of bytes."""
+    shape = name.lower().removeprefix(RANDOM).partition("@")[0]
+    return None if shape in SHAPES else weights.load(catalog.find(shape))
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """The tokenizer of a random model."""
+    model = lender(name)
+    return byte_tokenizer() if model is None else Tokenizer.from_file(model.folder / TOKENIZER)
 
 
 def random_weights(name: str, device: torch.device, dtype: torch.dtype) -> DenseWeights:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from chatkv.errors import BackendUnavailable, ModelError
-from chatkv.models import catalog, devices
+from chatkv.errors import BackendUnavailable, ModelError, UnknownModel
+from chatkv.models import catalog, devices, weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.decoder import Decoder
+from chatkv.models.random_model import random_weights, tokenizer_of
+from chatkv.spec.drafters.draft_model import expect_same_tokenizer
+from chatkv.tokenizer import Tokenizer
 
 GGUF = ModelFile("m", Path("m.gguf"))
 
@@ -107,3 +111,37 @@ def test_a_pool_that_does_not_fit_says_what_would(monkeypatch):
     assert "2,097,152 tokens need 256.0 GiB" in caught.value.message
     assert "1.0 GiB are free" in caught.value.message
     assert caught.value.hint == "About 7,360 tokens fit: --context 7360."
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_random_model_takes_the_tokenizer_of_one_that_is_here(
+    device, make_gguf, cache, tmp_path, monkeypatch
+):
+    """A draft model that may be named beside the default one, and guesses nothing right."""
+    base = ModelFile("base", make_gguf(tmp_path / "base.gguf"))
+    monkeypatch.setattr(catalog, "find", lambda name: base)
+    real = weights.load(base)
+    tokenizer = Tokenizer.from_file(real.folder / "tokenizer.json")
+
+    def made(name):
+        if device == "cuda":
+            dense = random_weights(name, torch.device("cpu"), torch.float32)
+            return dense.spec, tokenizer_of(name), dense.embedding.numpy()
+        model, _ = devices.load_model(ModelFile(name, Path(name), "random"), "cpu")
+        rows = np.arange(model.spec.vocab_size)
+        return model.spec, model.tokenizer, model.vocabulary_rows(rows, of_head=False)
+
+    name = f"random:{catalog.DEFAULT_MODEL}"
+    (spec, own, first), (same, _, again), (seeded, _, other) = (
+        made(name + seed) for seed in ("", "@0", "@4")
+    )
+    expect_same_tokenizer(tokenizer, own)
+    assert own.tok_fp() == tokenizer.tok_fp()
+    assert (spec.vocab_size, spec.eos_ids) == (real.spec.vocab_size, real.spec.eos_ids)
+    assert spec == same
+    assert spec.weights_digest != seeded.weights_digest
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert np.isfinite(first).all()
+    with pytest.raises(UnknownModel, match="No random model"):
+        made("random:nobody")
