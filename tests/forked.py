@@ -30,7 +30,7 @@ class Child:
     """
 
     def __init__(self, work: Callable[..., None], *args: Any, user: int | None = None) -> None:
-        with _importable():
+        with importable():
             read, write = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(target=_run, args=(work, args, write, user))
             process.start()
@@ -103,7 +103,7 @@ def _run(work: Callable[..., None], args: tuple[Any, ...], write: Any, user: int
 
 
 @contextlib.contextmanager
-def _importable() -> Any:
+def importable() -> Any:
     """The fork server takes over no path of ours but this one."""
     before = os.environ.get("PYTHONPATH", "")
     ours = [path for path in sys.path if path.startswith(str(Path(__file__).parent))]

@@ -83,7 +83,13 @@ def _tiny(folder: Path) -> EnginePort:
 def _real(folder: Path) -> EnginePort:
     from sessions.client import ChildEngine
 
-    options = {"model": "SmolLM2-135M-Instruct", "kv_path": str(folder / "kv.db")}
+    # One thread: many of these run beside each other, and its number changes no bit.
+    options = {
+        "model": "SmolLM2-135M-Instruct",
+        "device": "cpu",
+        "threads": 1,
+        "kv_path": str(folder / "kv.db"),
+    }
     return ChildEngine(options, folder / "engine.log")
 
 

@@ -98,8 +98,8 @@ def set_threads(count: int) -> None:
     import torch
 
     count = max(1, count)
-    torch.set_num_threads(count)
     numba.set_num_threads(min(count, _config.NUMBA_NUM_THREADS))
+    torch.set_num_threads(count)  # last: starting numba's threads sets torch's to all cores
 
 
 @intrinsic

@@ -2,7 +2,7 @@
 nothing written outside the store, and nothing wrong ever served.
 
 `CHATKV_FUZZ` sets how many imports the slow test tries, and a tenth of it how many page files
-(`make fuzz`).
+(`make fuzz`). Each file follows from its number alone, so one that fails can be made again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from mutate import mutated, of_pages
+from shares import in_shares
 
 from chatkv.errors import ChatKVError, StoreError
 from chatkv.kv.keys import page_key
@@ -141,9 +142,9 @@ def use(store: ImportStore, made: Imported) -> None:
 
 def fuzz_imports(count: int, seed: int, folder: Path) -> Counter[str]:
     seen: Counter[str] = Counter()
-    dice = random.Random(seed)
     with ImportStore(MEMORY) as store, watched(folder):
         for number in range(count):
+            dice = random.Random(f"{seed} {number}")
             raw = mutated(SEEDS[number % len(SEEDS)], dice)
             seen["files"] += 1
             try:
@@ -157,8 +158,8 @@ def fuzz_imports(count: int, seed: int, folder: Path) -> Counter[str]:
                     assert bool(rows) == bool(made)  # whole, or not there at all
                     for row in rows:
                         store.delete(row.id)
-            except BaseException:
-                (folder / "culprit.jsonl").write_bytes(raw)
+            except BaseException as error:
+                error.add_note(f"number {number} of seed {seed}")
                 raise
             if number % 2000 == 0:
                 assert store.check() == []
@@ -173,7 +174,11 @@ def test_changed_imports(tmp_path):
 
 @pytest.mark.slow
 def test_many_changed_imports(tmp_path):
-    told("imports", fuzz_imports(MANY, 1, tmp_path))
+    told("imports", sum(in_shares(_imports, MANY, tmp_path), Counter()))
+
+
+def _imports(count: int, share: int, folder: Path) -> Counter[str]:
+    return fuzz_imports(count, 100 + share, folder)
 
 
 # Page files.
@@ -292,7 +297,11 @@ def test_damaged_page_files(tmp_path):
 
 @pytest.mark.slow
 def test_many_damaged_page_files(tmp_path):
-    told("page files", fuzz_pages(MANY // 10, 1, tmp_path))
+    told("page files", sum(in_shares(_pages, MANY // 10, tmp_path), Counter()))
+
+
+def _pages(count: int, share: int, folder: Path) -> Counter[str]:
+    return fuzz_pages(count, 100 + share, folder)
 
 
 def test_mutations_are_json_often_enough():

@@ -14,18 +14,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import scripted
 from forked import Child
+from shares import in_shares
 
 from sessions.cachefile import CacheFile
 from sessions.store import ChatStore
 from sessions.upkeep import verify
+
+KILLS = int(os.environ.get("CHATKV_KILLS", "50"))
 
 
 @dataclass
@@ -42,6 +44,11 @@ class Counts:
     replies: int = 0
     """Compared with those of a run that nobody killed."""
     different: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            *(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        )
 
     def check(self, what: str) -> None:
         sys.stderr.write(
@@ -106,9 +113,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def kill_loop(
-    program: Forked, folder: Path, kills: int, seed: int, *, progress: Callable[[Counts], None]
-) -> Counts:
+def kill_loop(program: Forked, folder: Path, kills: int, seed: int) -> Counts:
     """Kill so many times; then let the conversation come to its end."""
     dice, counts = random.Random(seed), Counts()
     folder.chmod(0o700)
@@ -148,7 +153,6 @@ def kill_loop(
             counts.lost += sum(stored[turn][2] != "done" for turn in whole if turn < len(stored))
             if dice.random() < 0.2 or ended:
                 _check_pages(folder / "kv.db", counts)
-            progress(counts)
         counts.replies += len(expected)
         counts.different += sum(
             mine != theirs for mine, theirs in zip(texts(folder, number), expected, strict=True)
@@ -164,31 +168,26 @@ def _check_pages(path: Path, counts: Counts) -> None:
     counts.torn += sum(found.bad.values()) + found.quarantined + found.damaged
 
 
-def _silent(_: Counts) -> None:
-    pass
-
-
-def _tell(counts: Counts) -> None:
-    if counts.kills % 100 == 0:
-        sys.stderr.write(f"\r{counts}")
-
-
 def test_twelve_kills(tmp_path: Path) -> None:
     tiny = Forked("tiny", 0.2, 0.3)
-    kill_loop(tiny, tmp_path, 12, int(time.time()), progress=_silent).check("tiny model")
+    kill_loop(tiny, tmp_path, 12, int(time.time())).check("tiny model")
 
 
 @pytest.mark.slow
 def test_kills_of_the_tiny_model(tmp_path: Path) -> None:
-    kills = int(os.environ.get("CHATKV_KILLS", "50"))
-    tiny = Forked("tiny", 0.2, 0.6)
-    kill_loop(tiny, tmp_path, kills, 1, progress=_tell).check("tiny model")
+    counts = in_shares(_of_the_tiny_model, KILLS, tmp_path)
+    sum(counts, Counts()).check("tiny model")
 
 
 @pytest.mark.slow
 def test_kills_of_front_and_engine(tmp_path: Path) -> None:
-    kills = int(os.environ.get("CHATKV_KILLS", "50")) // 10
-    real = Real("real", 4.0, 3.0)
-    kill_loop(real, tmp_path, kills, 3, progress=_tell).check(
-        "default model, front and engine apart"
-    )
+    counts = in_shares(_of_front_and_engine, KILLS // 10, tmp_path)
+    sum(counts, Counts()).check("default model, front and engine apart")
+
+
+def _of_the_tiny_model(kills: int, share: int, folder: Path) -> Counts:
+    return kill_loop(Forked("tiny", 0.2, 0.6), folder, kills, 100 + share)
+
+
+def _of_front_and_engine(kills: int, share: int, folder: Path) -> Counts:
+    return kill_loop(Real("real", 4.0, 3.0), folder, kills, 100 + share)

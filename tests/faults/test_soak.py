@@ -11,14 +11,17 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pytest
+import torch
 from fakes import TinyModel
 from program import Program, say
+
+from chatkv.attention.jit import set_threads
 
 CHATS = int(os.environ.get("CHATKV_SOAK", "2000"))
 TURNS = 5
@@ -26,6 +29,15 @@ LIMIT_BYTES = 8 << 20
 GROWTH_BYTES = 24 << 20
 """What a process may grow by once it is warm."""
 SAMPLING = {"temperature": 1.0, "max_tokens": 3, "seed": 1}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The rows of so small a model are no work for two: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    set_threads(1)
+    yield
+    set_threads(before)
 
 
 def resident_bytes() -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -207,6 +210,15 @@ def test_only_the_given_slots_are_written(tiny):
     assert not (data[:, page, :, :, offset] == HUGE).all(axis=(1, 2, 3, 4)).any()
     data[:, page, :, :, offset] = HUGE
     assert (data == HUGE).all()
+
+
+def test_so_many_threads_also_where_numba_starts_its_own_only_now():
+    script = (
+        "import torch; from chatkv.attention.jit import set_threads\n"
+        "set_threads(1); print(torch.get_num_threads())"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ran.stdout == "1\n", ran.stderr
 
 
 def test_threads_do_not_change_bits(tiny):
