@@ -37,7 +37,8 @@ from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
 
 CONTEXT = 2048
-REPLY = 32
+REPLY = 96
+"""With it the context is full before turn 20, which the last turns are compared with."""
 NEEDLE = "The number of my locker is 4817. Please remember it."
 QUESTION = "What is the number of my locker? Answer with the number."
 TALK = (
