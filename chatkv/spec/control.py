@@ -342,14 +342,16 @@ class Controller:
             if plan.kind == "probe" and step.draft_ms > CHEAP_SHARE * plain_ms:
                 self._idle.lost(step.draft_ms)
             return
-        if not plan.is_probe:
-            self._idle.leave()
+        worth_ms = step.tokens / step.sequences * plain_ms
+        if plan.is_probe and step.wall_ms * BAR > worth_ms:
+            self._idle.lost(max(step.wall_ms - worth_ms, 0.0))
             return
-        lost_ms = step.wall_ms - step.tokens / step.sequences * plain_ms
-        if step.wall_ms * BAR <= step.tokens / step.sequences * plain_ms:
+        if plan.kind == "probe":
+            self._whole.clear()  # what such trees gained before is not how it is now
+        if plan.is_probe:
             self._idle.reset()
         else:
-            self._idle.lost(max(lost_ms, 0.0))
+            self._idle.leave()
 
     def _learn(self, plan: Plan, accepted: Sequence[Accepted]) -> None:
         """Whole proposals teach, run or not: the model chooses its tokens in any case.

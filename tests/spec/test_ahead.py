@@ -205,6 +205,29 @@ def test_trees_that_gain_are_run_and_those_that_do_not_are_not(guard):
     assert play(few, 3, 3000) > 2000
 
 
+def test_trees_that_run_unseen_are_tried_again_after_a_probe_that_was_worth_it():
+    """In the plain state nothing is begun ahead, so a probe sees its tree first."""
+    controller = Controller(FLAT, guard=False)
+    play(controller, 1, 300)
+    assert len(controller._whole) >= WHOLE_TRIES
+    ran, begun = 0, False
+    for _ in range(600):
+        plan = controller.plan([1])
+        kept: list[Proposal] = [DraftTree.root(5)]
+        if plan.asks and plan.kind != "cheap":
+            plan.asked = ("heads",)
+            kept = controller.prune([grown() if begun else settled(grown())], plan)
+        begun = plan.kind not in ("plain", "cheap")
+        rows = len(kept[0])
+        ran += rows > 1
+        accepted = Accepted(
+            (100, 109, 3) if rows > 1 else (3,), (0, 1, 9)[: 1 + 2 * (rows > 1)], ()
+        )
+        record = StepRecord.of([settled(kept[0])], [accepted], draft_ms=0.01, verify_ms=FLAT[rows])
+        controller.observe(record, [accepted], plan)
+    assert ran > 300
+
+
 def test_a_mode_that_wants_fewer_rows_sees_it_first():
     for mode, rows in (
         ("tree:15", 16),
