@@ -1,8 +1,9 @@
 """What an engine tells while it works. Plain records that become JSON; no tensor, no widget.
 
-A front reads them in this order for one reply: `Rendered`, `Prefill` (none or more), `Delta` (one a
-step), then `Done` or `Failed`. `Loading` and `Ready` come once, before the first reply. A
-`ForgetEvent` comes before everything that was computed without what it names.
+A front reads them in this order for one reply: `Summarizing` (none or more), `Rendered`, `Prefill`
+(none or more), `Delta` (one a step), then `Done` or `Failed`. `Loading` and `Ready` come once,
+before the first reply. A `ForgetEvent` comes before everything that was computed without what it
+names.
 """
 
 from __future__ import annotations
@@ -127,6 +128,17 @@ class RedactEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Summarizing:
+    """The model writes what will stand for turns that go: `done` of at most `total` tokens."""
+
+    type: ClassVar[str] = "summarizing"
+    turns: tuple[int, ...]
+    """Numbers of the turns that go."""
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
     """Prompt tokens so far: `reused` were found, `done` of `total` are in place."""
 
@@ -171,6 +183,10 @@ class Usage:
     reusable_tokens: int = 0
     """Prompt tokens that had been computed before, so that they might have been found."""
     prompt_ms: float = 0.0
+    summary_n: int = 0
+    """Tokens of a summary that was written before this reply, used or not."""
+    summary_ms: float = 0.0
+    """What that took, its prompt included. Not part of the times beside it."""
     predicted_n: int = 0
     predicted_ms: float = 0.0
     steps: int = 0
@@ -250,6 +266,7 @@ Event = (
     | ForgetEvent
     | RecallEvent
     | RedactEvent
+    | Summarizing
     | Prefill
     | Delta
     | Done

@@ -21,10 +21,10 @@ from chatkv.errors import (
     StoreError,
     UsageError,
 )
-from chatkv.events import Done, Event, Failed, ForgetEvent, Ready, Rendered, Usage
+from chatkv.events import Done, Event, Failed, ForgetEvent, Ready, Rendered, Summarizing
 from chatkv.sampling import SamplingParams
-from sessions.chat_context import ChatContext
-from sessions.context import USER, moments_of, standing, state_of
+from sessions.chat_replies import ChatReplies
+from sessions.context import SUMMARIZE, USER, moments_of, standing, state_of
 from sessions.counters import is_low
 from sessions.hits import EngineWords, low_hit
 from sessions.outlook import Pending
@@ -32,7 +32,6 @@ from sessions.port import (
     ChatPort,
     ChatRow,
     EnginePort,
-    Moment,
     Preview,
     TreeTurn,
     TurnView,
@@ -40,6 +39,7 @@ from sessions.port import (
 from sessions.records import BegunTurn, SessionRow, TurnPath
 from sessions.reply import StoredReply
 from sessions.store import ChatStore
+from sessions.views import prompt_of, tree_turns, turn_view
 
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
 
@@ -102,7 +102,7 @@ class Chats:
         self.store.restore(self.store.find(ref, trash=True).id)
 
 
-class Chat(ChatContext):
+class Chat(ChatReplies):
     """One conversation. Implements `sessions.port.ChatPort`; one reply at a time.
 
     A new conversation gets its row with its first prompt, so that looking around leaves nothing
@@ -121,8 +121,6 @@ class Chat(ChatContext):
         self._name, self._system = name, system
         self._sampling: dict[str, Any] = dict(settings.get("sampling", {}))
         self._spec: str | None = settings.get("spec")
-        self._notice = ""
-        """About a fork that another chatkv made necessary; said with the next end of a reply."""
 
     @property
     def name(self) -> str:
@@ -144,7 +142,12 @@ class Chat(ChatContext):
     def turns(self) -> list[TurnView]:
         records, moments = standing(self._path), moments_of(self._path)
         return [
-            self._view(turn, state_of(turn, records), tuple(moments.get(turn.turn.depth, ())))
+            turn_view(
+                turn,
+                [row.id for row in self._store.siblings(turn.turn.id)],
+                state_of(turn, records),
+                tuple(moments.get(turn.turn.depth, ())),
+            )
             for turn in self._path[1:]
         ]
 
@@ -160,25 +163,7 @@ class Chat(ChatContext):
         if self._row is None:
             return []
         sessions, turns = self._store.tree(self._row.id)
-        mine = {turn.turn.id for turn in self._path}
-        ends: dict[int | None, list[str]] = {}
-        for row in sessions:
-            name = "main" if row.forked_from is None else row.title
-            ends.setdefault(row.head_turn_id, []).append(name)
-        return [
-            TreeTurn(
-                id=turn.turn.id,
-                parent_id=turn.turn.parent_id if turn.turn.depth > 1 else None,
-                number=turn.turn.depth,
-                chat_id=turn.turn.session_id,
-                prompt=_prompt(turn),
-                state=turn.turn.state,
-                on_path=turn.turn.id in mine,
-                forks=tuple(ends.get(turn.turn.id, ())),
-            )
-            for turn in turns
-            if turn.turn.depth
-        ]
+        return tree_turns(sessions, turns, {turn.turn.id for turn in self._path})
 
     def send(self, text: str) -> Iterator[Event]:
         if not text.strip():
@@ -192,7 +177,7 @@ class Chat(ChatContext):
             raise UsageError(
                 f"Turn {turn.turn.depth} is redacted.", hint="Send the prompt as a new one."
             )
-        yield from self._turn(self._parent(turn), _prompt(turn), beside=turn)
+        yield from self._turn(self._parent(turn), prompt_of(turn), beside=turn)
 
     def edit(self, turn_id: int, text: str) -> Iterator[Event]:
         if not text.strip():
@@ -246,6 +231,7 @@ class Chat(ChatContext):
         return str(self._engine.call("explain_drafting")["text"])
 
     def cancel(self) -> None:
+        self._cancelled = True
         self._engine.cancel()
 
     # One turn.
@@ -260,6 +246,7 @@ class Chat(ChatContext):
         sampling = {**self._sampling}
         sampling.setdefault("seed", secrets.randbits(63))
         _checked(sampling)
+        self._cancelled = False
         last = self._end().turn.id
         begun = self._store.begin_turn(self._row.id, last, parent.turn.id, text, sampling, ops=ops)
         recalled = self._recalled(parent, ops)
@@ -269,19 +256,17 @@ class Chat(ChatContext):
             ready = self._ready(reply, parent, pending)
             reply.tok_fp = bytes.fromhex(ready.tok_fp)
             reply.model = ready.model
-            request, owners = self._request(reply.tok_fp, sampling, self._spec)
-            for event in self._engine.generate(request):
+            for event in self._events(reply, sampling):
                 if isinstance(event, Rendered):
                     reply.heard = True
-                    self._keep_renders(event, owners, reply.tok_fp)
                 elif isinstance(event, Failed):
                     self._refused(reply, parent, pending)
                 else:
                     if recalled is not None:
                         yield recalled
                         recalled = None
-                    reply.heard = True
-                    if isinstance(event, ForgetEvent) and event.policy != USER:
+                    reply.heard = reply.heard or not isinstance(event, Summarizing)
+                    if isinstance(event, ForgetEvent) and event.policy not in (USER, SUMMARIZE):
                         reply.forget(event)
                     reply.take(event)
                 if isinstance(event, Done) and is_low(event.usage):
@@ -330,10 +315,6 @@ class Chat(ChatContext):
                     # Nothing was ever said here; `restore`, or the next prompt, brings it back.
                     self._store.trash(self._row.id)
 
-    def _keep_renders(self, event: Rendered, owners: list[int], tok_fp: bytes) -> None:
-        for made in event.messages:
-            self._store.set_render(owners[made.index], tok_fp, made.ids, made.sampled)
-
     # The path.
 
     def _begin_session(self) -> None:
@@ -379,40 +360,8 @@ class Chat(ChatContext):
         return self._path[self._path.index(turn) - 1]
 
     def _first_line(self) -> str:
-        prompt = _prompt(self._path[1]) if len(self._path) > 1 else ""
+        prompt = prompt_of(self._path[1]) if len(self._path) > 1 else ""
         return prompt.strip().partition("\n")[0][:60]
-
-    def _view(
-        self, turn: TurnPath, seen: str = "live", moments: tuple[Moment, ...] = ()
-    ) -> TurnView:
-        reply = turn.message("assistant")
-        siblings = [row.id for row in self._store.siblings(turn.turn.id)]
-        stored = dict(turn.turn.usage)
-        names = {field.name for field in fields(Usage)}
-        numbers = {name: value for name, value in stored.items() if name in names}
-        return TurnView(
-            id=turn.turn.id,
-            number=turn.turn.depth,
-            prompt=_prompt(turn),
-            reply="" if reply is None else reply.row.content,
-            state=turn.turn.state,
-            created_at=turn.turn.created_at,
-            usage=Usage(**numbers) if numbers else None,
-            finish_reason=str(stored.get("finish_reason", "")),
-            seed=turn.turn.sampling.get("seed"),
-            sibling=siblings.index(turn.turn.id) + 1,
-            siblings=len(siblings),
-            sibling_ids=tuple(siblings),
-            redacted=turn.turn.redacted_at is not None,
-            pinned=turn.turn.pinned,
-            seen=seen,
-            moments=moments,
-        )
-
-
-def _prompt(turn: TurnPath) -> str:
-    message = turn.message("user")
-    return "" if message is None else message.row.content
 
 
 def _checked(sampling: Mapping[str, Any]) -> None:

@@ -107,7 +107,11 @@ class ChatContext:
         policy = "turns" if self._policy in ANSWERS else self._policy
         messages = [*request.messages, asked]
         whole = replace(request, messages=messages, ops=ops, policy=policy)
-        found = self._engine.call("plan_forget", request=asdict(whole))
+        return self._plans(whole)
+
+    def _plans(self, request: Request) -> list[ForgetPlanned]:
+        """What a request would put out of sight. Raises ChatKVError, with ContextFull's code."""
+        found = self._engine.call("plan_forget", request=asdict(request))
         if found["error"] is not None:
             raise _refusal(found["error"])
         return [_planned(one) for one in found["plans"]]

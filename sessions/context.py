@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chatkv.forget import SINK_TOKENS, ForgetPlan, Layout, TurnSpan
+from chatkv.forget import SINK_TOKENS, ForgetPlan, Layout, SummarizePolicy, TurnSpan
 from chatkv.kv.ops import Op, joined, size_of, without
 from sessions.columns import damaged
 from sessions.port import Moment
@@ -19,6 +19,7 @@ from sessions.records import ForgetRow, TurnPath
 
 USER = "user"
 """The policy of what the user asked for."""
+SUMMARIZE = SummarizePolicy.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def state_of(turn: TurnPath, records: Sequence[Standing]) -> str:
     if not turn.answered and turn.turn.state != "open":
         return "unanswered"
     if number in gone_wholly(records):
-        return "forgotten"
+        return "summarised" if why_missing(records)[number] == SUMMARIZE else "forgotten"
     return "partly" if number in why_missing(records) else "live"
 
 

@@ -211,7 +211,7 @@ class Tree:
         if turn.turn.redacted_at is not None or turn.turn.state == "error":
             return
         wanted = ["system"] if turn.turn.depth == 0 else ["user"]
-        if turn.turn.depth and turn.turn.state == "done":
+        if turn.turn.depth and turn.turn.state == "done" and not turn.is_summary:
             wanted.append("assistant")
         for role in wanted:
             if role not in roles:

@@ -80,6 +80,9 @@ def _talk(text: str, marks: Sequence[re.Match[str]], line: int, limits: Limits) 
     talk: list[tuple[str, str]] = []
     ends = [*(mark.start() for mark in marks[1:]), len(text)]
     for mark, end in zip(marks, ends, strict=True):
+        if mark["role"] == "summary":  # what it stands for is all there; nobody asked it
+            del talk[-1:]
+            continue
         if mark["role"] not in ROLES:
             raise BadFile(
                 line,

@@ -184,9 +184,11 @@ def _turn(number: int, talk: Talk, now: int) -> TurnPath:
 
 
 def _talk(turns: Sequence[TurnPath], kind: str) -> Talk:
-    rows = [m.row for turn in turns if turn.turn.redacted_at is None for m in turn.messages]
+    """Roles and texts. A summary is left out: the turns it stands for are all there."""
+    kept = [turn for turn in turns if turn.turn.redacted_at is None and not turn.is_summary]
+    rows = [message.row for turn in kept for message in turn.messages]
     for row in rows:
-        if row.role in ("tool", "summary"):
+        if row.role == "tool":
             raise UsageError(
                 f"The chat holds a message of the role {row.role}, which {kind} cannot say.",
                 hint="Use --format chatkv, or markdown to read it.",

@@ -124,7 +124,7 @@ def _known(prompt: Prompt, total: int, divergence: Divergence | None) -> int:
         return divergence.position
     if prompt.is_again:
         return total - 1  # the last one is always computed, for its logits
-    reply = prompt.parent.message("assistant")
+    reply = prompt.parent.reply
     render = None if reply is None or prompt.tok_fp is None else reply.render(prompt.tok_fp)
     if prompt.ids is None or render is None or not render.sampled:
         return 0  # a first turn, or nobody ever computed the reply before it in that form

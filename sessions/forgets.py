@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chatkv.errors import UsageError
-from sessions import redaction, removal, tree
+from sessions import branches, redaction, removal, tree
+from sessions.branches import SummaryTurn
 from sessions.records import SessionRow
 from sessions.turns import TurnStore
 
@@ -33,8 +34,19 @@ class ForgetStore(TurnStore):
             tree.get_turn(self._db, turn_id)
             tree.add_forgets(self._db, turn_id, [record])
 
+    def branch(self, session_id: str, made: SummaryTurn) -> int:
+        """Put a summary in place of turns, on a branch that becomes the session's path.
+
+        Returns the id of the turn to be answered, which has moved there. Raises StoreError if it
+        has been answered meanwhile.
+        """
+        with self._writing():
+            self._expect_open(made.kept[-1])
+            return branches.add_branch(self._db, session_id, made)
+
     def versions(self, turn_ids: Sequence[int]) -> list[int]:
-        """These turns and those beside them with the same prompt: what is redacted together."""
+        """What is redacted together: turns, those beside them with the same prompt, their copies
+        behind a summary, and summaries of them."""
         with self._reading():
             return redaction.versions(self._db, turn_ids)
 

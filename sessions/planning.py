@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chatkv.errors import ConfigError
 from chatkv.events import ForgetEvent
 from chatkv.forget import (
     ForgetPlan,
     Layout,
     Limits,
     Slide,
-    SummarizePolicy,
     TurnSpan,
     WindowPolicy,
     check_policy,
@@ -53,11 +51,6 @@ def sight_of(request: Request, path: RenderedPath, limits: Limits, tok_fp: str) 
         StoreError: A record that makes no sense.
     """
     policy = parse_policy(request.policy)
-    if isinstance(policy, SummarizePolicy):
-        raise ConfigError(
-            "A summary in place of forgotten turns cannot be written yet.",
-            hint="Use turns, oldest or window.",
-        )
     check_policy(policy, limits)
     current = path.spans[-1].number
     ops, events = _brought(request.ops, path.spans, limits, tok_fp, current)

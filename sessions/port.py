@@ -148,8 +148,14 @@ class TurnView:
     pinned: bool = False
     seen: str = "live"
     """What the model sees of it: as `ContextTurn.state`."""
+    summary: bool = False
+    """Whether the model wrote it to stand for turns that went out of sight."""
     moments: tuple[Moment, ...] = ()
     """What went out of sight, or came back, when this turn began."""
+
+
+GONE = ("forgotten", "summarised")
+"""States of turns that are wholly out of sight and can come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,8 @@ class ContextTurn:
     tokens: int | None
     """None while ids are still to be made."""
     state: str
-    """`live`, `forgotten`, `partly`, `redacted`, or `unanswered`: no reply, so never shown."""
+    """`live`, `forgotten`, `summarised`, `partly`, `redacted`, or `unanswered`: no reply, so never
+    shown."""
     why: str = ""
     """Of one that is out of sight: the policy that did it, `user` for the user."""
     pinned: bool = False
@@ -198,7 +205,7 @@ class ContextView:
     @property
     def forgotten_tokens(self) -> int:
         """Tokens of the turns that are out of sight."""
-        return sum(t.tokens or 0 for t in self.turns if t.state == "forgotten")
+        return sum(t.tokens or 0 for t in self.turns if t.state in GONE)
 
 
 @dataclass(frozen=True, slots=True)

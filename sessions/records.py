@@ -172,7 +172,7 @@ class TurnPath:
         """
         if self.turn.depth == 0:
             return True
-        reply = self.message("assistant")
+        reply = self.reply
         if reply is None:
             return False
         chosen = any(render.sampled for render in reply.renders)
@@ -182,6 +182,16 @@ class TurnPath:
     def shown(self) -> bool:
         """Whether its ids are on the path that the turns behind it stand on."""
         return self.answered and self.turn.redacted_at is None
+
+    @property
+    def reply(self) -> StoredMessage | None:
+        """What the model said to its prompt."""
+        return self.message("assistant") or self.message("summary")
+
+    @property
+    def is_summary(self) -> bool:
+        """Whether it stands for turns that went out of sight: nobody asked it."""
+        return self.message("summary") is not None
 
     def message(self, role: Role) -> StoredMessage | None:
         """The last message of that role."""

@@ -262,7 +262,7 @@ def _mend_sessions(found: Salvage) -> None:
 def _count_messages(found: Salvage, turn: Columns, messages: list[Columns]) -> None:
     roles = {message[3] for message in messages}
     wanted = {"system"} if turn[2] == 0 else {"user"}
-    if turn[2] and turn[4] == "done":
+    if turn[2] and turn[4] == "done" and "summary" not in roles:
         wanted.add("assistant")
     if turn[6] is None:
         found.lost["messages"] += len(wanted - roles)

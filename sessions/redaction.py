@@ -9,6 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 
+from sessions.branches import copies, summaries_of
 from sessions.chains import restarted
 from sessions.columns import dump_json, load_object, pack_ids
 from sessions.context import moved, spans_of_path
@@ -24,12 +25,15 @@ WITH RECURSIVE behind(id) AS (
 
 
 def versions(db: sqlite3.Connection, turn_ids: Sequence[int]) -> list[int]:
-    """These turns and those beside them with the same prompt: other replies to it.
+    """These turns and all that say the same: other replies to their prompts, copies of them behind
+    a summary, and summaries of them.
 
     Raises UnknownSession.
     """
-    found: list[int] = []
-    for turn_id in turn_ids:
+    found = dict.fromkeys(turn_ids)
+    left = list(found)
+    while left:
+        turn_id = left.pop(0)
         get_turn(db, turn_id)
         rows = db.execute(
             "SELECT o.id FROM turns t JOIN messages m ON m.turn_id = t.id AND m.role = 'user'"
@@ -38,8 +42,11 @@ def versions(db: sqlite3.Connection, turn_ids: Sequence[int]) -> list[int]:
             " WHERE t.id = ? AND m.content <> '' ORDER BY o.id",
             (turn_id,),
         )
-        found += [turn_id, *(row[0] for row in rows)]
-    return list(dict.fromkeys(found))
+        beside = [row[0] for row in rows.fetchall()]
+        fresh = {*beside, *copies(db, turn_id), *summaries_of(db, turn_id)} - found.keys()
+        found |= dict.fromkeys(sorted(fresh))
+        left += sorted(fresh)
+    return list(found)
 
 
 def sharers(db: sqlite3.Connection, turn_ids: Sequence[int], *, but: str) -> list[SessionRow]:

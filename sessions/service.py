@@ -34,6 +34,7 @@ from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import ReplyText, Sequence, spans_of
 from chatkv.spec.stats import DraftStats
+from sessions.context import SUMMARIZE
 from sessions.counters import Window
 from sessions.pages import SqlitePageStore
 from sessions.planning import in_sight, sight_of, slid
@@ -113,9 +114,11 @@ class EngineService:
             )
 
     def call(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Small questions: `texts`, `kv_stats`, `explain_drafting`, `set_spec`, `plan_forget`,
-        `price`, `preview`, `purge`."""
+        """Small questions: `prompt_tokens`, `texts`, `kv_stats`, `explain_drafting`, `set_spec`,
+        `plan_forget`, `price`, `preview`, `purge`."""
         match name:
+            case "prompt_tokens":
+                return {"tokens": len(self.tokenizer.user_ids(str(args["text"]), False, None))}
             case "texts":
                 return {"texts": [self._text(int(token)) for token in args["ids"]]}
             case "kv_stats":
@@ -148,6 +151,11 @@ class EngineService:
         params = self._params(request)
         limits = self._limits(params)
         sight = sight_of(request, path, limits, self.tokenizer.tok_fp().hex())
+        if any(one.policy == SUMMARIZE for one in sight.plans):
+            raise UsageError(
+                "A summary is written by the chat that forgets, not with a request.",
+                hint="Send the prompt through sessions.chat, or use turns.",
+            )
         tokens, sampled, ops = forget.flatten(path.tokens, path.sampled, sight.ops)
         # A grammar that does not compile is refused before anything is stored for this turn.
         seq = self.engine.add(

@@ -14,7 +14,7 @@ from chatkv.forget.layout import (
     reserve_tokens,
 )
 from chatkv.forget.parts import ForgetPlan
-from chatkv.forget.plans import pin_warning, plan, plan_user
+from chatkv.forget.plans import pin_warning, plan, plan_turns, plan_user
 from chatkv.forget.policies import (
     ANSWERS,
     POLICIES,
@@ -51,6 +51,7 @@ __all__ = [
     "parse_policy",
     "pin_warning",
     "plan",
+    "plan_turns",
     "plan_user",
     "policy_text",
     "reserve_tokens",

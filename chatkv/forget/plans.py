@@ -123,6 +123,18 @@ def plan_user(layout: Layout, numbers: Iterable[int], limits: Limits) -> ForgetP
     return plan_of("user", "user", layout, op, limits)
 
 
+def plan_turns(
+    policy: str, layout: Layout, numbers: Iterable[int], coming: int, limits: Limits
+) -> ForgetPlan:
+    """These turns go before the current one is computed; positions move if `coming` ids would pass
+    the last one."""
+    chosen = set(numbers)
+    drop = [pair for turn in layout.turns if turn.number in chosen for pair in layout.live(turn)]
+    op = placed(layout, joined(drop), coming, limits)
+    assert op is not None, f"turns {sorted(chosen)} have nothing in sight"
+    return plan_of(policy, "limit", layout, op, limits)
+
+
 def pin_warning(layout: Layout, limits: Limits) -> str:
     """A sentence where pins and the system prompt leave less than half the context to the rest."""
     kept = [turn for turn in layout.turns if turn.number == 0 or turn.pinned]

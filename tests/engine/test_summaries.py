@@ -1,0 +1,256 @@
+"""Turns that are summed up, on a tiny model whose replies end soon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import EOS, ByteTokenizer, TinyModel
+
+from chatkv.config import EngineConfig
+from chatkv.engine import Engine
+from chatkv.events import Done, Failed, ForgetEvent, Summarizing
+from sessions import summary as summaries
+from sessions.chat import Chats
+from sessions.local import LocalEngine
+from sessions.pages import SqlitePageStore
+from sessions.service import EngineService
+from sessions.store import ChatStore
+
+COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
+LIMIT = 320
+POLICY = "summarize:ask=no,shrink=1.5"
+ENDS = (EOS, *range(48))
+
+
+class ShortReplies(ByteTokenizer):
+    """A fifth of all bytes ends a reply."""
+
+    eos_ids = ENDS
+
+
+class Program:
+    """chatkv without its processes; closing it and making another is a restart."""
+
+    def __init__(
+        self, folder: Path, *, spec: str = "none", policy: str = POLICY, **shape: Any
+    ) -> None:
+        model: Any = TinyModel(repeat=0.5, eos_ids=ENDS, **shape)
+        model.tokenizer = ShortReplies()
+        self.pages = SqlitePageStore(
+            folder / "kv.db", model.identity(model.page_size), limit_bytes=1 << 30
+        )
+        config = EngineConfig(spec=spec, drafters=("ngram", "random"), context_limit=LIMIT)
+        engine = Engine(
+            model, config, store=self.pages, salt=self.pages.salt, costs=COSTS, guard=False
+        )
+        self.engine = LocalEngine(EngineService(engine, self.pages))
+        self.engine.start()
+        self.store = ChatStore(folder / "chat.db")
+        settings = {"model": "tiny", "sampling": {"temperature": 1.0, "seed": 5, "max_tokens": 24}}
+        self.chats = Chats(self.store, self.engine, settings=settings, policy=policy)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.pages.close()
+        self.store.close()
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    monkeypatch.setattr(summaries, "PROMPT", "Sum up in {words}.")
+    made: list[Program] = []
+
+    def start(name: str = "one", **options: Any) -> Program:
+        (tmp_path / name).mkdir(exist_ok=True)
+        made.append(Program(tmp_path / name, **options))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def prompt(number: int) -> str:
+    return f"{number}: " + "what do you think of this? " * 2
+
+
+def until_summed_up(chat: Any, most: int = 12) -> tuple[int, list[Any]]:
+    """Prompts until a summary stands for turns: how many, and the events of the last."""
+    for number in range(1, most):
+        events = list(chat.send(prompt(number)))
+        assert isinstance(events[-1], Done), events[-1]
+        if any(isinstance(event, ForgetEvent) for event in events):
+            return number, events
+    raise AssertionError("nothing was forgotten")
+
+
+def forget_of(events: list[Any]) -> ForgetEvent:
+    (found,) = [event for event in events if isinstance(event, ForgetEvent)]
+    return found
+
+
+def test_a_summary_stands_for_turns_on_a_branch_of_its_own(program):
+    here = program()
+    chat = here.chats.new("ada")
+    number, events = until_summed_up(chat)
+    event = forget_of(events)
+    assert event.policy == "summarize"
+    turns = chat.turns()
+    (place,) = [index for index, turn in enumerate(turns) if turn.summary]
+    assert event.turns == tuple(range(1, place + 1))
+    assert [turn.seen for turn in turns[:place]] == ["summarised"] * place
+    assert {turn.seen for turn in turns[place:]} == {"live"}
+    kept = [prompt(n) for n in range(1, number + 1)]
+    assert [turn.prompt for turn in turns if not turn.summary] == kept
+    assert event.live_after < event.live_before
+    assert chat.context().used <= LIMIT
+    done = events[-1]
+    assert done.usage.summary_n > 0
+    assert done.usage.summary_ms > 0
+    assert any(isinstance(one, Summarizing) and one.done for one in events)
+    (moment,) = turns[place].moments
+    assert (moment.policy, moment.turns) == ("summarize", event.turns)
+
+
+def test_the_turns_it_stands_for_are_out_of_sight_and_the_rest_is_as_it_was(program):
+    here = program()
+    chat = here.chats.new("ada")
+    until_summed_up(chat)
+    turns = chat.turns()
+    (place,) = [index for index, turn in enumerate(turns) if turn.summary]
+    other = [leaf for leaf in chat.tree() if leaf.number == place + 1 and not leaf.on_path]
+    chat.select(other[0].id)  # the branch without it, as it was
+    old = chat.turns()
+    assert not any(turn.summary for turn in old)
+    assert {turn.seen for turn in old} == {"live"}
+    assert [(t.prompt, t.reply) for t in old] == [
+        (t.prompt, t.reply) for t in turns[:-1] if not t.summary
+    ]
+    chat.select(turns[-1].id)
+    assert [turn.id for turn in chat.turns()] == [turn.id for turn in turns]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_resumed_is_never_quit_and_drafted_is_plain_behind_a_summary(program, lost, tmp_path):
+    never = program("never")
+    chat = never.chats.new("ada")
+    number, _ = until_summed_up(chat)
+    list(chat.send("and now?"))
+    drafted = program("drafted", spec="tree:3").chats.new("ada")
+    quitting = program("quitting")
+    ref = quitting.chats.new("ada")
+    for n in range(1, number + 1):
+        list(drafted.send(prompt(n)))
+        list(ref.send(prompt(n)))
+    quitting.close()
+    if lost:
+        for file in (tmp_path / "quitting").glob("kv.db*"):
+            file.unlink()
+    resumed = program("quitting").chats.open(ref.id)
+    list(resumed.send("and now?"))
+    list(drafted.send("and now?"))
+    wanted = [(turn.prompt, turn.reply, turn.seen) for turn in chat.turns()]
+    assert [(turn.prompt, turn.reply, turn.seen) for turn in resumed.turns()] == wanted
+    assert [(turn.prompt, turn.reply, turn.seen) for turn in drafted.turns()] == wanted
+
+
+def test_a_summary_that_is_not_shorter_is_not_used(program, monkeypatch):
+    here = program(policy="summarize:ask=no,shrink=8")
+    chat = here.chats.new("ada")
+    _, events = until_summed_up(chat)
+    assert forget_of(events).policy == "turns"
+    assert "without a summary" in events[-1].notice
+    assert not any(turn.summary for turn in chat.turns())
+
+
+def test_small_models_are_refused_unless_forced(program):
+    here = program(parameters=135_000_000)
+    chat = here.chats.new("ada")
+    (failed,) = chat.send("hello")
+    assert isinstance(failed, Failed)
+    assert "0.14" in failed.message
+    assert "force=yes" in failed.hint
+    assert here.store.sessions() == [] or chat.turns() == []
+    chat.set_policy(f"{POLICY},force=yes")
+    assert isinstance(list(chat.send("hello"))[-1], Done)
+
+
+def test_a_summary_can_be_stopped_and_loses_nothing(program):
+    here = program()
+    chat = here.chats.new("ada")
+    number, _ = until_summed_up(program("first").chats.new("ada"))
+    for n in range(1, number):
+        list(chat.send(prompt(n)))
+    before = chat.turns()
+    events = []
+    for event in chat.send(prompt(number)):
+        events.append(event)
+        if isinstance(event, Summarizing):
+            chat.cancel()
+    assert events[-1].finish_reason == "cancelled"
+    assert not any(isinstance(event, ForgetEvent) for event in events)
+    after = chat.turns()
+    assert after[:-1] == before
+    assert (after[-1].prompt, after[-1].reply, after[-1].state) == (
+        prompt(number),
+        "",
+        "interrupted",
+    )
+    events = list(chat.send(prompt(number)))
+    assert forget_of(events).policy == "summarize"
+
+
+def test_a_summary_that_fails_gives_the_prompt_back(program, monkeypatch):
+    here = program()
+    chat = here.chats.new("ada")
+    number, _ = until_summed_up(program("first").chats.new("ada"))
+    for n in range(1, number):
+        list(chat.send(prompt(n)))
+    before = chat.turns()
+    answer = here.engine.generate
+
+    def refuse(request: Any) -> Any:
+        yield Failed("out_of_memory", 4, "The memory is full.", "Close what else uses it.")
+
+    monkeypatch.setattr(here.engine, "generate", refuse)
+    events = list(chat.send(prompt(number)))
+    assert "No summary could be written: The memory is full." in events[-1].message
+    assert "--on-overflow turns" in events[-1].hint
+    assert chat.turns() == before
+    assert here.store.search(f"{number}: what", limit=5)  # what was typed is stored
+    monkeypatch.setattr(here.engine, "generate", answer)
+    assert forget_of(list(chat.send(prompt(number)))).policy == "summarize"
+
+
+def test_what_the_user_had_forgotten_stays_so_behind_a_summary(program):
+    number, events = until_summed_up(program("first").chats.new("ada"))
+    gone = forget_of(events).turns[-1]
+    chat = program().chats.new("ada")
+    for n in range(1, number + 6):
+        if n == number - 1:
+            chat.forget([1, gone + 1])  # one that goes, and one that would stay
+        events = list(chat.send(prompt(n)))
+        if any(isinstance(e, ForgetEvent) and e.policy == "summarize" for e in events):
+            break
+    seen = {turn.prompt: turn.seen for turn in chat.turns()}
+    why = chat.context().why
+    assert why[1] == "user"
+    assert seen[prompt(1)] == "forgotten"
+    assert seen[prompt(gone + 1)] in ("forgotten", "summarised")
+
+
+def test_redacting_reaches_summaries_and_copies(program, tmp_path):
+    chat = program().chats.new("ada")
+    until_summed_up(chat)
+    turns = chat.turns()
+    (place,) = [index for index, turn in enumerate(turns) if turn.summary]
+    copy = turns[place + 1]
+    chat.redact([copy.id], purge=True)
+    chat.redact([turns[0].id], purge=True)
+    shown = chat.turns()
+    assert shown[place].redacted  # it had seen the first turn
+    chat.select(next(t.id for t in chat.tree() if t.number == place + 1 and not t.on_path))
+    assert chat.turns()[place].redacted  # the one that was copied
+    assert isinstance(list(chat.send("still there?"))[-1], Done)
