@@ -143,6 +143,7 @@ class Outlook:
             why=why.get(number, ""),
             pinned=turn.turn.pinned,
             kept="pinned" if turn.turn.pinned else "newest" if number in newest else "",
+            summary=turn.is_summary,
         )
 
     # What waits.

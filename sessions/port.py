@@ -175,6 +175,8 @@ class ContextTurn:
     pinned: bool = False
     kept: str = ""
     """Why policies leave it alone: `pinned` or `newest`."""
+    summary: bool = False
+    """Whether the model wrote it to stand for turns that went out of sight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from chatkv.events import (
     Failed,
     ForgetEvent,
     RecallEvent,
+    Summarizing,
     TokenLogprob,
     Usage,
 )
@@ -25,6 +26,10 @@ from tui.turns import spans
 
 NO_REPLY = "no reply; the model does not see this turn"
 """What is said of a turn that ended before its reply began."""
+
+
+WHY = {"user": "as you said", "summarize": "a summary stands for them"}
+"""Of a policy: why turns left the model's context."""
 
 
 def play(events: Iterator[Event], on_event: Callable[[Event], None]) -> Done:
@@ -61,9 +66,14 @@ def moment(event: ForgetEvent | RecallEvent) -> str:
         return f"{which} came back into the model's context ({event.num_tokens:,} tokens; {sizes})"
     if not event.num_tokens:
         return f"Positions were moved: the model was trained for no more ({sizes})"
-    why = "as you said" if event.policy == "user" else f"policy {event.policy}"
+    why = WHY.get(event.policy, f"policy {event.policy}")
     partly = f", part of {spans(list(event.partly))}" if event.partly else ""
     return f"{which}{partly} left the model's context ({event.num_tokens:,} tokens, {why}; {sizes})"
+
+
+def summarizing(event: Summarizing) -> str:
+    """That a summary is being written."""
+    return f"Summing up turns {spans(list(event.turns))} in at most {event.total} tokens ..."
 
 
 def missing(view: ContextView) -> list[str]:
@@ -97,6 +107,8 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "timings": {
             "prompt_n": usage.prompt_n,
             "prompt_ms": round(usage.prompt_ms, 3),
+            **({"summary_n": usage.summary_n} if usage.summary_n else {}),
+            **({"summary_ms": round(usage.summary_ms, 3)} if usage.summary_n else {}),
             "predicted_n": usage.predicted_n,
             "predicted_ms": round(usage.predicted_ms, 3),
             "predicted_per_second": round(usage.tokens_per_second, 2),
@@ -178,6 +190,7 @@ def turn_json(turn: TurnView) -> dict[str, Any]:
         "sibling": turn.sibling,
         "siblings": turn.siblings,
         "seen": turn.seen,
+        **({"summary": True} if turn.summary else {}),
         "redacted": turn.redacted,
         "pinned": turn.pinned,
         **(usage_json(turn.usage) if turn.usage else {}),

@@ -13,7 +13,7 @@ from typing import Any
 
 from chatkv.config import SPEC_MODES
 from chatkv.errors import ConfigError
-from chatkv.forget import parse_policy
+from chatkv.forget import ANSWERS, parse_policy
 from chatkv.sampling import Grammar
 
 
@@ -121,10 +121,8 @@ def overflow(raw: Any) -> str:
     """A forget policy with its parameters, or `ask` or `stop`."""
     if not isinstance(raw, str):
         raise ValueError("must be text such as turns")
-    if raw in ("ask", "stop"):
+    if raw in ANSWERS:
         return raw
-    if raw.partition(":")[0] == "summarize":
-        raise ValueError("must be error, turns, oldest, window, ask or stop")
     try:
         parse_policy(raw)
     except ConfigError as error:

@@ -9,6 +9,7 @@ from textual.timer import Timer
 
 from tui.reply import Reply
 from tui.safe_text import NOTHING, SafeStream, SafeText
+from tui.turns import spans
 from tui.widgets.transcript import Transcript
 from tui.widgets.turn_view import Card, folded
 from tui.wording import count, moment_text
@@ -52,6 +53,9 @@ class Live:
         reply = self.reply
         if reply.phase == "prefill" and reply.prefill is not None and reply.prefill.total:
             return SafeText(f"reading {reply.prefill.done}/{reply.prefill.total} tok")
+        if reply.phase == "summarizing" and reply.summary is not None:
+            which = spans(list(reply.summary.turns))
+            return SafeText(f"summing up {which} · {count(reply.summary.done)} tok")
         if reply.phase == "generating":
             return SafeText(f"generating · {count(reply.tokens)} tok")
         return SafeText("waiting" if reply.phase == "sending" else reply.phase)

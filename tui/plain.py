@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from chatkv.errors import ChatKVError, UsageError
-from chatkv.events import Done, Event, ForgetEvent, RecallEvent
+from chatkv.events import Done, Event, ForgetEvent, RecallEvent, Summarizing
+from chatkv.forget import asks_first
 from sessions.port import ChatPort
 from tui import actions, answer, output, prompt_text, schema, slash
 from tui.command import Globals
@@ -100,8 +101,8 @@ class PlainChat:
         return getattr(self, f"_do_{parsed.name}")(parsed) or 0
 
     def _agreed(self, text: str) -> bool:
-        """Whether to send a text that makes the model forget, if the policy is `ask` or `stop`."""
-        if self._chat.policy not in ("ask", "stop") or not (plans := self._chat.plan(text)):
+        """Whether to send a text that makes the model forget, if the policy asks first."""
+        if not asks_first(self._chat.policy) or not (plans := self._chat.plan(text)):
             return True
         said = "; ".join(planned_text(one) for one in plans)
         if self._chat.policy == "stop" or not self._interactive:
@@ -119,6 +120,8 @@ class PlainChat:
                 interrupts.remind()
                 if isinstance(event, ForgetEvent | RecallEvent):
                     self._found.note(answer.moment(event))
+                if isinstance(event, Summarizing) and not event.done:
+                    self._found.note(answer.summarizing(event))
                 form.event(event, chat)
 
             try:

@@ -13,6 +13,7 @@ from chatkv.events import (
     ForgetEvent,
     Prefill,
     RecallEvent,
+    Summarizing,
     TokenLogprob,
     to_json,
 )
@@ -85,7 +86,7 @@ class JsonPrinter(TextPrinter):
 
 
 class EventPrinter(TextPrinter):
-    """One object a line: `start`, `prefill`, `delta`, then `done`."""
+    """One object a line: `start`, `summarizing`, `forget`, `prefill`, `delta`, then `done`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class EventPrinter(TextPrinter):
         if isinstance(event, Prefill):
             numbers = {"reused": event.reused, "done": event.done, "total": event.total}
             output.write_json({"type": "prefill", **numbers})
-        elif isinstance(event, ForgetEvent | RecallEvent):
+        elif isinstance(event, ForgetEvent | RecallEvent | Summarizing):
             output.write_json(to_json(event))
         elif isinstance(event, Delta):
             extra = answer.logprobs_json(event.logprobs)

@@ -16,11 +16,12 @@ from chatkv.events import (
     Prefill,
     RecallEvent,
     Rendered,
+    Summarizing,
 )
 from sessions.port import ChatPort, Moment
 
 Kind = Literal["send", "again", "edit"]
-Phase = Literal["sending", "prefill", "generating", "stopping", "done", "failed"]
+Phase = Literal["sending", "summarizing", "prefill", "generating", "stopping", "done", "failed"]
 ENDED = ("done", "failed")
 
 
@@ -42,6 +43,8 @@ class Reply:
     """All that has arrived, exactly as the model wrote it."""
     tokens: int = 0
     prefill: Prefill | None = None
+    summary: Summarizing | None = None
+    """How far a summary is that is written first."""
     done: Done | None = None
     error: ChatKVError | None = None
     heard: bool = False
@@ -52,6 +55,8 @@ class Reply:
     """Whether its thread is done, and the chat can be read again."""
     moments: list[Moment] = field(default_factory=list)
     """What went out of the model's sight with it, and what came back."""
+    moved: bool = False
+    """Whether the screen knows that it has gone to another branch."""
     _taken: int = 0
 
     def events(self) -> Iterator[Event]:
@@ -92,6 +97,8 @@ class Reply:
                 self.moments.append(Moment("user", turns, num_tokens, back=True))
             case _ if self.phase == "stopping":
                 pass
+            case Summarizing():
+                self.phase, self.summary = "summarizing", event
             case Rendered():
                 self.phase = "prefill"
             case Prefill():

@@ -108,6 +108,9 @@ def moment_text(moment: Moment) -> SafeText:
         return SafeText(f"{which} came back into the model's context ({tokens})")
     if moment.policy == "user":
         return SafeText(f"{which} left the model's context, as you said ({tokens}). /recall")
+    if moment.policy == "summarize":
+        left = f"{which} left the model's context ({tokens}); a summary stands for them"
+        return SafeText(f"{left}. /recall, or the branch without it: ‹ ›")
     oldest = f"{plural(len(moment.turns), 'oldest turn')} left the model's context ({tokens})"
     return SafeText(f"{oldest}. Still in history. /context, /recall")
 
@@ -122,6 +125,13 @@ def missing_text(view: ContextView) -> SafeText:
 
 
 WAYS_OUT = "/forget turns of your own choice, /pin what must stay, or use a larger --context."
+
+
+def ask_words(plans: Sequence[ForgetPlanned]) -> SafeText:
+    """The question before a turn that makes the model forget."""
+    if any(plan.policy == "summarize" for plan in plans):
+        return SafeText("Send it, and let the model write a summary of what it forgets?")
+    return SafeText("Send it, and let the model forget?")
 
 
 def planned_text(plan: ForgetPlanned) -> SafeText:
@@ -149,7 +159,8 @@ def coming_text(view: ContextView) -> tuple[SafeText, str]:
     plan = next((one for one in view.plans if one.num_tokens), None)
     if full and plan is not None:
         turns = plural(len(plan.turns) or len(plan.partly), "turn")
-        said = f"next turn will forget {turns} ({plural(plan.num_tokens, 'token')})"
+        verb = "sum up" if plan.policy == "summarize" else "forget"
+        said = f"next turn will {verb} {turns} ({plural(plan.num_tokens, 'token')})"
         return SafeText(f"{said}: /pin, /context"), "warning"
     if waits:
         return SafeText(f"next turn {', '.join(waits)}: /context"), "info"
@@ -213,6 +224,13 @@ def restored_words(usage: Usage) -> str:
     return f"{words}, {usage.host_pages} from memory" if usage.host_pages else words
 
 
+def _summary_row(usage: Usage) -> dict[str, str]:
+    """What a summary took that was written before the reply."""
+    if not usage.summary_n:
+        return {}
+    return {"summary": f"{usage.summary_n} tokens in {usage.summary_ms:.0f} ms, before the rest"}
+
+
 def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
     """All numbers of one reply, each with its name."""
     if usage is None:
@@ -228,6 +246,7 @@ def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
         f"could be reused ({usage.reusable_tokens} tokens)",
         "computed": f"{usage.prompt_n} tokens in {usage.prompt_ms:.0f} ms",
         "restored": f"{restored_words(usage)} in {usage.restore_ms:.0f} ms",
+        **_summary_row(usage),
         "reply": f"{usage.predicted_n} tokens in {usage.predicted_ms:.0f} ms, {tps}",
         "steps": f"{usage.steps}, {usage.tokens_per_step:.2f} tokens a step",
         "drafted": f"{usage.draft_n} tokens, {usage.draft_n_accepted} right",

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from chatkv.errors import ConfigError, EngineLost, TimedOut, UsageError
-from chatkv.events import Event, ForgetEvent, RecallEvent
+from chatkv.events import Event, ForgetEvent, RecallEvent, Summarizing
+from chatkv.forget import ANSWERS, asks_first
 from tui import answer, output, prompt_text, wiring
 from tui.command import (
     FILE,
@@ -89,11 +90,8 @@ def ask(
         raise UsageError("--logprobs needs --json or --jsonl.")
     grammar = _grammar(json_schema, regex)
     settings = found.settings(flags_of(options, grammar=grammar, **flags))
-    if settings.values["context.on_overflow"].value in ("ask", "stop"):
-        raise ConfigError(
-            f"on_overflow {settings['context.on_overflow']} needs a screen to answer at.",
-            hint="Here use error, turns, oldest or window.",
-        )
+    if asks_first(policy := settings["context.on_overflow"] or "error"):
+        raise _unanswered(policy)
     form = printer(as_json=as_json, jsonl=jsonl, raw=raw, extract=extract)
     text = prompt_text.assemble(prompt, files)
     chat = done = None
@@ -109,10 +107,15 @@ def ask(
             chat = open_chat(work, ref, system=system, fork=fork)
             interrupts.guard(chat.cancel, lambda: work.replying)
 
+            if asks_first(chat.policy) and chat.policy not in ANSWERS and chat.plan(text):
+                raise _unanswered(chat.policy)
+
             def pass_on(event: Event) -> None:
                 interrupts.remind()
                 if isinstance(event, ForgetEvent | RecallEvent):
                     moments.append(answer.moment(event))
+                if isinstance(event, Summarizing) and not event.done and not (as_json or jsonl):
+                    found.note(answer.summarizing(event))
                 form.event(event, chat)
 
             done = answer.play(chat.send(text), pass_on)
@@ -141,6 +144,14 @@ def ask(
     if done is not None and output.is_terminal(sys.stderr) and not (as_json or jsonl):
         found.note(answer.summary(done))
     return interrupts.exit_code
+
+
+def _unanswered(policy: str) -> ConfigError:
+    ways = "" if policy in ANSWERS else ", or summarize with ask=no"
+    return ConfigError(
+        f"on_overflow {policy} needs a screen to answer at.",
+        hint=f"Here use error, turns, oldest or window{ways}.",
+    )
 
 
 def _grammar(json_schema: str | None, regex: str | None) -> str | None:

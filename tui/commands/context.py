@@ -163,6 +163,7 @@ def context_json(view: ContextView) -> dict[str, Any]:
                 "state": turn.state,
                 "why": turn.why or None,
                 "pinned": turn.pinned,
+                **({"summary": True} if turn.summary else {}),
             }
             for turn in view.turns
         ],
@@ -190,5 +191,6 @@ def _cells(turn: ContextTurn) -> list[str]:
     state = turn.state if turn.state != "live" else "yes"
     by = f" ({turn.why})" if turn.why else ""
     pinned = ", pinned" if turn.pinned else ""
+    pinned += ", a summary" if turn.summary else ""
     tokens = "?" if turn.tokens is None else str(turn.tokens)
     return [str(turn.number), tokens, f"{state}{by}{pinned}", output.shorten(turn.prompt, 50)]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from textual import on, work
 
 from chatkv.errors import ChatKVError, UsageError
-from sessions.port import ChatPort, TurnView
+from sessions.port import GONE, ChatPort, TurnView
 from tui.actions import bindings
 from tui.chat_view import Drafting, read_chat, sibling_ids
 from tui.messages import LinkChosen
@@ -262,7 +262,7 @@ class ChatScreen(Talk):
 
     def _toggle(self, turn: TurnView) -> None:
         view = self.view.context if self.view else None
-        gone = turn.seen in ("forgotten", "partly")
+        gone = turn.seen in (*GONE, "partly")
         waits = view is not None and turn.number in (view.recall if gone else view.forget)
         if gone != waits:
             self.recall([turn.number])

@@ -30,7 +30,13 @@ STUCK = {
     "redacted": "A redacted turn never comes back.",
     "unanswered": "A turn without a reply is never shown to the model.",
 }
-WHY = {"user": "you", "turns": "window full", "oldest": "window full", "window": "window slid"}
+WHY = {
+    "user": "you",
+    "turns": "window full",
+    "oldest": "window full",
+    "window": "window slid",
+    "summarize": "summarised",
+}
 
 
 class ContextScreen(ModalScreen[bool]):
@@ -118,6 +124,7 @@ class ContextScreen(ModalScreen[bool]):
             why = "" if wanted and seen else "comes back" if wanted else WHY.get(turn.why, turn.why)
             why = "goes" if seen and not wanted else why
             why = why or (f"partly, {turn.why}" if turn.state == "partly" else turn.kept)
+            why = why or ("summary" if turn.summary else "")
         star = "★" if turn.pinned else " "
         rest = f"{tokens:>7}  {why:<12} {mark}"
         words = clip(safe_line(turn.prompt), max(8, width - 8 - len(rest)))

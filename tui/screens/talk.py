@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from textual import on, work
 
 from chatkv.errors import ChatKVError
+from chatkv.forget import SummarizePolicy, asks_first
 from sessions.port import ChatPort, EngineState, TurnView
 from tui import slash
 from tui.chat_view import ChatView, Waiting, read_chat
@@ -21,10 +21,9 @@ from tui.screens.dialogs import Confirm
 from tui.screens.layout import ChatLayout
 from tui.threads import in_thread
 from tui.widgets.turn_view import GONE, card, cards
-from tui.wording import WAYS_OUT, planned_text
+from tui.wording import WAYS_OUT, ask_words, planned_text
 
-if TYPE_CHECKING:
-    pass
+SUMMARIZE = SummarizePolicy.name
 
 
 class Talk(ChatLayout):
@@ -139,7 +138,7 @@ class Talk(ChatLayout):
         if waiting is None or self.held or self.busy or not self.app.engine_free or not self.view:
             return
         self.waiting = None
-        if self.view.chat.policy in ("ask", "stop"):
+        if asks_first(self.view.chat.policy):
             self.starting = True
             self._ask_first(waiting, self.view)
         else:
@@ -158,7 +157,7 @@ class Talk(ChatLayout):
                 self.say(f"Not sent: {facts[0]}.", WAYS_OUT)
             elif plans:
                 ways = SafeText(f"Or go back: {WAYS_OUT}")
-                question = SafeText("Send it, and let the model forget?")
+                question = ask_words(plans)
                 agreed = bool(await self.app.push_screen_wait(Confirm(question, [*facts, ways])))
         except ChatKVError as error:
             self.tell(error)
@@ -204,9 +203,29 @@ class Talk(ChatLayout):
             self.live.wake()
             self.refresh_lines()
 
+    @work(exclusive=True, group="rebranch")
+    async def _rebranch(self, reply: Reply) -> None:
+        """Show the branch that a reply has gone to: a summary, and the turns behind it."""
+        try:
+            view = await in_thread(read_chat, reply.chat)
+            shown = await in_thread(cards, view.turns[:-1])
+        except ChatKVError:
+            return  # the end of the reply tells
+        if self.live is None or self.live.reply is not reply or reply.over:
+            return
+        self.live.close()
+        self.view = replace(view, turns=view.turns[:-1])
+        await self.transcript.show(shown)
+        reply.rewind()
+        await self._draw(reply, len(shown))
+
     def _show_moments(self, reply: Reply) -> None:
         """Turns go dim at the moment the model loses them."""
-        for moment in reply.moments[self._moments :]:
+        fresh = reply.moments[self._moments :]
+        if any(moment.policy == SUMMARIZE for moment in fresh) and not reply.moved:
+            reply.moved = True
+            self._rebranch(reply)
+        for moment in fresh:
             shown = [replace(card) for card in self.transcript.cards]
             for one in shown:
                 if one.number in moment.turns:

@@ -23,11 +23,14 @@ PART_WEIGHT = 60
 """Widgets of one part of a reply, about."""
 HEAD_WEIGHT = 4
 ASSISTANT = SafeText("assistant")
+SUMMARY = SafeText("summary")
+"""In place of the names of both sides, where nobody was asked: the model wrote it for itself."""
 MAX_PROMPT_LINES = 40
 MAX_PROMPT_CHARS = 4_000
 
 GONE = {
     "forgotten": "not in context",
+    "summarised": "not in context: summarised",
     "partly": "partly in context",
     "redacted": "redacted",
 }
@@ -83,6 +86,7 @@ def card(turn: TurnView) -> Card:
         turn.number,
         SafeText("(the text was purged)") if purged else folded(turn.prompt),
         split_reply(safe_text(turn.reply)),
+        left=SUMMARY if turn.summary else ASSISTANT,
         right=SafeText(" · ".join([*numbers, *reply_numbers(turn.usage, length=not numbers)])),
         note=SafeText(note),
         gone=SafeText(gone),
@@ -203,7 +207,8 @@ class TurnHead(Vertical, can_focus=True):
         self.set_class(bool(self.card.gone), "-gone")
         self._rule.display = bool(self.card.rules)
         self._rule.update(Content("\n".join(f"── {rule}" for rule in self.card.rules)))
-        self._head.left = SafeText(f"{cursor} {self.card.number} you")
+        who = SUMMARY if self.card.left is SUMMARY else "you"
+        self._head.left = SafeText(f"{cursor} {self.card.number} {who}")
         self._head.right = self.card.note
         self._reply.left = self.card.left
         self._reply.right = self.card.right
