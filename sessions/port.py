@@ -148,10 +148,10 @@ class TurnView:
     pinned: bool = False
     seen: str = "live"
     """What the model sees of it: as `ContextTurn.state`."""
-    summary: bool = False
-    """Whether the model wrote it to stand for turns that went out of sight."""
     moments: tuple[Moment, ...] = ()
     """What went out of sight, or came back, when this turn began."""
+    summary: bool = False
+    """Whether the model wrote it to stand for turns that went out of sight."""
 
 
 GONE = ("forgotten", "summarised")

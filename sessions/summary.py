@@ -45,6 +45,8 @@ PROMPT = (
 )
 MIN_TOKENS = 16
 """A summary that has less room is not begun."""
+WORDS_PER_TOKEN = 0.6
+"""Asked for; most tokenizers make 0.75 of English, and a summary that is cut is of no use."""
 FREE = ("stop", "grammar", "logit_bias", "logprobs")
 """Settings of a reply that say nothing about a summary."""
 
@@ -72,12 +74,12 @@ class Summary:
         self._plan, self._policy = plan, policy
         self._ready: Ready = engine.wait_ready()
         self._last = plan.turns[-1]
-        self._most = int(plan.num_tokens / policy.shrink)
-        self._prompt = PROMPT.format(words=max(10, self._most // 2))
+        self._prompt = ""
         self._prompt_ids: MessageIds | None = None
         self._done: Done | None = None
         self._sampling: dict[str, Any] = {}
         self._ms = 0.0
+        self._used = False
         self.failed: Failed | None = None
         self.why_not = ""
         """Why it is of no use, in a clause."""
@@ -100,9 +102,12 @@ class Summary:
         self._ms = 1000 * (perf_counter() - began)
 
     def _room(self) -> int:
-        """The most tokens of the reply."""
-        asked = self._engine.call("prompt_tokens", text=self._prompt)["tokens"]
-        return self._most - int(asked) - self._ready.closing_tokens
+        """The most tokens of the reply; writes the prompt that asks for about as many."""
+        asked = self._engine.call("prompt_tokens", text=PROMPT.format(words=100))["tokens"]
+        most = int(self._plan.num_tokens / self._policy.shrink)
+        room = most - int(asked) - self._ready.closing_tokens
+        self._prompt = PROMPT.format(words=int(WORDS_PER_TOKEN * room))
+        return room
 
     def _write(self, room: int) -> Iterator[Event]:
         before = [one for one in self._request.messages if one.turn <= self._last]
@@ -179,7 +184,10 @@ class Summary:
         return Done("cancelled", "", (), (), self.counted(usage))
 
     def counted(self, usage: Usage) -> Usage:
-        """The numbers of the reply, with what the summary took."""
+        """The numbers of the reply, with what the summary took, and why little was found there."""
+        if self._used and usage.reuse_reason != "new":
+            detail = f"a summary stands for turns {self._plan.turns[0]} to {self._last}"
+            usage = replace(usage, reuse_reason="forgot", reuse_detail=detail)
         return replace(usage, summary_n=self.written, summary_ms=self._ms)
 
     # Its branch.
@@ -193,6 +201,7 @@ class Summary:
         """
         assert self._done is not None
         assert self._prompt_ids is not None
+        self._used = True
         tok_fp = bytes.fromhex(self._ready.tok_fp)
         behind = [turn for turn in path[self._last + 1 : -1] if turn.shown]
         kept = [*behind, path[-1]]

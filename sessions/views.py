@@ -60,7 +60,7 @@ def tree_turns(
             parent_id=turn.turn.parent_id if turn.turn.depth > 1 else None,
             number=turn.turn.depth,
             chat_id=turn.turn.session_id,
-            prompt=prompt_of(turn),
+            prompt=_line_of(turn),
             state=turn.turn.state,
             on_path=turn.turn.id in path,
             forks=tuple(ends.get(turn.turn.id, ())),
@@ -74,3 +74,9 @@ def prompt_of(turn: TurnPath) -> str:
     """What was asked; nothing where it was purged."""
     message = turn.message("user")
     return "" if message is None else message.row.content
+
+
+def _line_of(turn: TurnPath) -> str:
+    """What stands for a turn in the tree: a summary for itself, since nobody asked it."""
+    summary = turn.message("summary")
+    return prompt_of(turn) if summary is None else f"summary: {summary.row.content}"

@@ -110,7 +110,7 @@ def moment_text(moment: Moment) -> SafeText:
         return SafeText(f"{which} left the model's context, as you said ({tokens}). /recall")
     if moment.policy == "summarize":
         left = f"{which} left the model's context ({tokens}); a summary stands for them"
-        return SafeText(f"{left}. /recall, or the branch without it: ‹ ›")
+        return SafeText(f"{left}. /recall, or [ at the summary goes back")
     oldest = f"{plural(len(moment.turns), 'oldest turn')} left the model's context ({tokens})"
     return SafeText(f"{oldest}. Still in history. /context, /recall")
 
