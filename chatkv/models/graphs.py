@@ -24,7 +24,7 @@ from chatkv.models.cuda_layers import SPARE_POSITIONS, Layers, Rows, most_slots
 from chatkv.models.device_rows import DeviceRow, DeviceRows
 from chatkv.models.model import ForwardBatch
 from chatkv.models.staged import Staged
-from chatkv.models.tree_rows import Carried, row_fields
+from chatkv.models.tree_rows import Carried, WalkedRows, row_fields
 from chatkv.models.walk_triton import WalkRoom, move_rows, walk_rows
 from chatkv.models.work import Work
 from chatkv.sampling import SamplingParams
@@ -122,6 +122,8 @@ class CapturedStep:
         there, sent = self.inputs.device, self.settings.device
         self.picks = PickRoom.of(sent["rows"], there["positions"], sent["integers"], sent["floats"])
         self.walks = WalkRoom.of(there, sent["walks"])
+        path, counts = self.walks.path[0], self.walks.counts
+        self._walked = WalkedRows(self.room.tapped, path, counts, self.picks.out)
         self._picked = torch.zeros(bucket.rows, dtype=ints, pin_memory=device.type == "cuda")
         self._here = torch.cuda.Event() if device.type == "cuda" else None
         self.rows = Rows(
@@ -183,6 +185,8 @@ class CapturedStep:
         if self._here is not None:
             self._here.record(self.inputs.stream)
         self.walking()
+        if self._carried is not None:
+            self._carried.walked = self._walked
         if behind is not None:
             behind()
         if self._here is not None:

@@ -48,6 +48,20 @@ class TreeRows:
         return cls(block, **views)
 
 
+@dataclass(frozen=True, slots=True)
+class WalkedRows:
+    """The rows of a step that its walk keeps, where the step and the walk left them."""
+
+    tapped: Tensor
+    """[taps, T, H] float32 of all rows of the step."""
+    path: Tensor
+    """[16] int32: which of them stay, in order."""
+    count: Tensor
+    """[1] int32: how many."""
+    picks: Tensor
+    """[T] int32: the id behind each row."""
+
+
 class Carried:
     """What the next tree of one sequence grows from: left by the walk down the tree before, or sent
     from the host.
@@ -61,6 +75,8 @@ class Carried:
     def __init__(self, taps: int, hidden: int, device: torch.device) -> None:
         self.taps = torch.zeros(taps, hidden, dtype=torch.float32, device=device)
         """[taps, H] float32 of the row that chose the root."""
+        self.walked: WalkedRows | None = None
+        """All rows of the step that was picked from last, until its shape runs again."""
         self._staged = Staged(
             {
                 "root": (torch.int32, (1,)),
@@ -81,12 +97,13 @@ class Carried:
         """[1] float64, 1 / temperature; 1 at temperature 0."""
 
     def send(
-        self, taps: Tensor, root: int, position: int, *, temperature: float, seed: int
+        self, taps: Tensor | None, root: int, position: int, *, temperature: float, seed: int
     ) -> None:
-        """Set everything; returns at once."""
+        """Set everything; returns at once. Without taps, for whoever does not read them."""
         here = self._staged.begin()
         here["root"][0], here["position"][0] = root, position
         here["seed"][0] = seed if temperature > 0 else -1
         here["inverse_t"][0] = 1 / temperature if temperature > 0 else 1
         self._staged.send()
-        self.taps.copy_(taps)
+        if taps is not None:
+            self.taps.copy_(taps)

@@ -29,16 +29,21 @@ from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.models import catalog
 from chatkv.models.cuda_decoder import CudaDecoder
-from chatkv.models.device_rows import DeviceRow
+from chatkv.models.device_rows import DeviceRow, DeviceRows
 from chatkv.models.devices import load_model
 from chatkv.noise import gumbel
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import Sequence
+from chatkv.spec.drafters import heads as heads_drafter
+from chatkv.spec.drafters.eagle import EagleDrafter
 from chatkv.spec.drafters.heads import HeadsDrafter, find_heads, load_heads
 from chatkv.spec.heads import file as head_file
 from chatkv.spec.heads.device import GROWTH
-from chatkv.spec.heads.grow import RecurrentCell, Vocabulary, grow
-from chatkv.spec.heads.modules import RecurrentHead
+from chatkv.spec.heads.device_eagle import FusedEagle
+from chatkv.spec.heads.file import HeadFile
+from chatkv.spec.heads.grow import EagleCell, Guesses, RecurrentCell, Vocabulary, grow
+from chatkv.spec.heads.modules import EagleHead, RecurrentHead, angles_of, new_head
+from chatkv.spec.heads.shape import shape_for
 from chatkv.spec.proposal import GrownTree
 from chatkv.spec.tree import DraftTree
 
@@ -51,6 +56,13 @@ PROMPTS = (
     "Explain how a bicycle stays upright. Then explain it again to a child.",
     "List the months of the year, and one holiday in each of them.",
 )
+
+
+@pytest.fixture(params=["recurrent", "eagle"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of the head that the engine finds."""
+    monkeypatch.setattr(heads_drafter, "DEVICE_KINDS", (request.param,))
+    return request.param
 
 
 @cache
@@ -90,7 +102,9 @@ def play(engine: Engine, temperature: float) -> list[tuple[list[int], torch.Tens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_drafted_is_plain_ids_and_bytes(temperature: float, monkeypatch: pytest.MonkeyPatch):
+def test_drafted_is_plain_ids_and_bytes(
+    temperature: float, kind: str, monkeypatch: pytest.MonkeyPatch
+):
     limit = {"context_limit": 1024, "pool_tokens": 2048}
     expected = play(
         Engine(model(), EngineConfig(spec="none", drafters=(), **limit), costs={1: 1.0}),
@@ -117,7 +131,7 @@ def test_drafted_is_plain_ids_and_bytes(temperature: float, monkeypatch: pytest.
             assert len({id(tree) for tree in unseen}) > 40
 
 
-def test_sequences_that_share_steps_draft_as_each_alone():
+def test_sequences_that_share_steps_draft_as_each_alone(kind: str):
     limit = {"context_limit": 1024, "pool_tokens": 4096}
     plain = Engine(model(), EngineConfig(spec="none", drafters=(), **limit), costs={1: 1.0})
     expected = [ids for ids, _ in play(plain, 0.7)]
@@ -137,7 +151,8 @@ def test_sequences_that_share_steps_draft_as_each_alone():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_tree_is_that_of_the_modules(temperature: float):
+def test_the_tree_is_that_of_the_modules(temperature: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(heads_drafter, "DEVICE_KINDS", ("recurrent",))
     found = find_heads(model())
     assert found is not None
     opened = head_file.load(found, model().spec, model().tokenizer.tok_fp())
@@ -179,13 +194,148 @@ def test_the_tree_is_that_of_the_modules(temperature: float):
             inverse_t=torch.tensor([1 / temperature if temperature else 1.0], device=taps.device),
             noise=torch.from_numpy(noise)[None].to(taps.device) if temperature else None,
         )
-        mine = DraftTree.of(*got)
-        theirs = DraftTree.of(
-            expected.tokens[0].tolist(), expected.parents[0].tolist(), expected.chance[0].tolist()
-        )
-        paths = [{tree.path(row) for row in range(len(tree))} for tree in (mine, theirs)]
-        shared += len(paths[0] & paths[1])
-        total += len(mine)
+        same, count = compared(got, expected)
+        shared, total = shared + same, total + count
     # bfloat16 rounds in other places: guesses of nearly equal chance may change places.
     assert total > 500
     assert shared / total > 0.95
+
+
+def compared(got: tuple[list[int], list[int], list[float]], expected: Guesses) -> tuple[int, int]:
+    """Paths that two trees share, and those of the first."""
+    mine = DraftTree.of(*got)
+    theirs = DraftTree.of(
+        expected.tokens[0].tolist(), expected.parents[0].tolist(), expected.chance[0].tolist()
+    )
+    paths = [{tree.path(row) for row in range(len(tree))} for tree in (mine, theirs)]
+    return len(paths[0] & paths[1]), len(mine)
+
+
+class Rows:
+    """Random rows of a text, of which an eagle head has stored some."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        shape = shape_for("eagle", model().spec, draft_ids=2048)
+        ids = torch.randperm(model().spec.vocab_size)[:2048]
+        self.file = HeadFile(new_head(shape).requires_grad_(False), ids, {})
+        self.file.head.gamma.mul_(3)  # sure of itself, so that trees are deep
+        self.grower = FusedEagle(self.file, model())
+        self.taps = torch.randn(len(shape.taps), count, shape.hidden, device="cuda")
+        self.ids = torch.randint(0, 49000, (count + 1,)).tolist()
+
+    def grow(self, memory, start: int, stop: int, temperature: float, parts: int = 1):
+        """Store rows from start to stop, in some pieces, and grow behind the last one."""
+        step = -(-(stop - start) // parts)
+        for first in range(start, stop, step):
+            last = min(stop, first + step)
+            rows = DeviceRows(self.taps, range(first, last))
+            self.grower.store(memory, first, rows, self.ids[first + 1 : last + 1])
+        first = max(0, stop - self.grower.window)
+        return self.grower.grow(
+            memory, (first, stop), self.ids[stop], temperature=temperature, seed=3, max_rows=16
+        )
+
+    def expected(self, stop: int, temperature: float) -> Guesses:
+        """The tree of the modules."""
+        head, weights = self.file.head, model().layers.weights
+        assert isinstance(head, EagleHead)
+        first = max(0, stop - self.grower.window)
+        places = torch.arange(first, stop, device="cuda")
+        behind = torch.tensor(self.ids[first + 1 : stop + 1], device="cuda")
+        states = head.features(self.taps[:, first:stop].transpose(0, 1))
+        embedded = weights.embedding[behind]
+        keys, values = head.stored(states, embedded, angles_of(head.shape, places))
+
+        def look(q):
+            scores = torch.einsum("nwhgd,shd->nwhgs", q, keys.float())
+            return scores, lambda shares: torch.einsum("nwhgs,shd->nwhgd", shares, values.float())
+
+        ids = self.file.draft_ids.numpy()
+        noise = np.stack([gumbel(3, stop + 1 + depth, ids) for depth in range(GROWTH.depth)])
+        return grow(
+            head,
+            EagleCell(head, states[-1:], places[-1:], look),
+            Vocabulary.of(self.file.draft_ids, weights.head, weights.embedding),
+            behind[-1:],
+            GROWTH,
+            inverse_t=torch.tensor([1 / temperature if temperature else 1.0], device="cuda"),
+            noise=torch.from_numpy(noise)[None].cuda() if temperature else None,
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_eagle_tree_is_that_of_the_modules(temperature: float):
+    text = Rows(700, seed=1)
+    memory, shared, total, start = text.grower.new_memory(), 0, 0, 0
+    for stop in [3, 4, 9, 60, 300, *range(520, 560, 3), *range(690, 701)]:
+        got = text.grow(memory, start, stop, temperature)
+        with torch.no_grad():
+            same, count = compared(got, text.expected(stop, temperature))
+        shared, total, start = shared + same, total + count, stop
+    assert total > 400
+    assert shared / total > 0.95
+
+
+def test_an_eagle_tree_does_not_depend_on_how_its_rows_came():
+    """A few at a time behind steps, or all at once after a resume: the same bits."""
+    text, found = Rows(640, seed=2), []
+    for parts, stops in ((1, (640,)), (9, (200, 640)), (1, (16, 500, 501, 517, 640))):
+        memory, start = text.grower.new_memory(), 0
+        for stop in stops:
+            tree = text.grow(memory, start, stop, 0.7, parts)
+            start = stop
+        text.grower.put_away()
+        slots = torch.arange(128, 640, device="cuda") % len(memory.states)
+        found.append((tree, [tensor[slots] for tensor in memory.tensors()]))
+    for tree, tensors in found[1:]:
+        assert tree == found[0][0]
+        for one, other in zip(tensors, found[0][1], strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_trees_begun_behind_a_step_are_those_grown_from_the_rows_it_kept(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+):
+    """A resume grows the second way, so it guesses as a chat that never quit."""
+    monkeypatch.setattr(heads_drafter, "DEVICE_KINDS", ("eagle",))
+    config = EngineConfig(spec="tree:15", drafters=("heads",), context_limit=1024, pool_tokens=2048)
+    engine = Engine(model(), config, costs={1: 1.0}, guard=False)
+    (drafter,) = engine.drafting.drafters.drafters
+    assert isinstance(drafter, EagleDrafter)
+    other, compared_trees = load_heads(model()), 0
+    assert isinstance(other, EagleDrafter)
+    read, kept = engine.drafting.read, []
+
+    def also(seq_id, start, features):
+        copy = torch.as_tensor(np.asarray(features)).cuda().transpose(0, 1)
+        kept.append((start, DeviceRows(copy, range(len(features)))))
+        read(seq_id, start, features)
+
+    engine.drafting.read = engine.prompts.read = also
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=60)
+    seq = begun(engine, PROMPTS[0], params)
+    memory, first = other.grower.new_memory(), kept[0][0]
+    take = GrownTree.settle
+    trees: list[DraftTree] = []
+    monkeypatch.setattr(GrownTree, "settle", lambda tree: trees.append(take(tree)) or trees[-1])
+    while not seq.finished:
+        trees.clear()
+        before = len(seq.tokens)
+        engine.step([seq])
+        if not trees:
+            continue
+        known = [(start, rows) for start, rows in kept if start + len(rows) <= before - 1]
+        for start, rows in known:
+            stop = start + len(rows)
+            other.grower.store(memory, start, rows, seq.tokens[start + 1 : stop + 1])
+        del kept[: len(known)]
+        tokens, parents, _ = other.grower.grow(
+            memory, (first, before - 1), seq.tokens[before - 1],
+            temperature=temperature, seed=4, max_rows=16,
+        )  # fmt: skip
+        assert (tokens, parents) == (trees[0].tokens.tolist(), trees[0].parents.tolist())
+        compared_trees += 1
+    assert compared_trees > 10
+    assert not engine.drafting.drafters.failures

@@ -14,7 +14,7 @@ from chatkv.models.cuda_decoder import CudaDecoder
 from chatkv.models.device_rows import DeviceRows
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.heads import device_eagle
-from chatkv.spec.heads.device_eagle import GROWTH, DeviceEagle, DeviceMemory
+from chatkv.spec.heads.device_eagle import GROWTH, DeviceMemory, FusedEagle
 from chatkv.spec.heads.file import HeadFile
 from chatkv.spec.heads.grow import EagleCell, Guesses, Vocabulary, grow
 from chatkv.spec.heads.modules import EagleHead, angles_of, new_head
@@ -78,7 +78,7 @@ def test_a_head_in_bfloat16_grows_trees() -> None:
     shape = shape_for("eagle", model.spec, draft_ids=64)
     torch.manual_seed(2)
     file = HeadFile(new_head(shape).requires_grad_(False), torch.arange(64) * 3, {})
-    grower = DeviceEagle(file, model)
+    grower = FusedEagle(file, model)
     memory, start = grower.new_memory(), 0
     for count in (12, 1, 3):
         room = torch.randn(len(shape.taps), count, shape.hidden)
@@ -97,7 +97,7 @@ def test_trees_are_those_of_the_modules_for_sequences_in_turns(
     torch.manual_seed(2)
     shape = shape_for("eagle", decoder.spec, draft_ids=64)
     file = HeadFile(new_head(shape).requires_grad_(False), torch.arange(64) * 3, {})
-    grower = DeviceEagle(file, decoder)
+    grower = FusedEagle(file, decoder)
     params = SamplingParams(temperature=temperature, seed=9)
     random = np.random.default_rng(1)
     texts = [Text(grower.new_memory(), [5], torch.zeros(0, len(shape.taps), shape.hidden))]

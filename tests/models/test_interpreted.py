@@ -34,6 +34,7 @@ def test_kernels_in_the_interpreter():
         "interpreted_pick.py",
         "interpreted_walk.py",
         "interpreted_growth.py",
+        "interpreted_eagle_growth.py",
     )
 
 

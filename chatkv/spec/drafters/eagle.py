@@ -6,13 +6,15 @@ a memory holds rows of the sequence's chosen ids, each with the id behind it, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chatkv.models.logits import Features
 from chatkv.spec.drafter import DraftContext
+from chatkv.spec.drafters.ahead import Ahead, AheadGrower
 from chatkv.spec.heads.grown import tree_of
+from chatkv.spec.proposal import GrownTree
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
 
@@ -20,6 +22,15 @@ AT_ONCE = 8
 """Rows that are stored as part of a guess."""
 REMEMBERED = 8
 """Sequences that ended and are still known: a chat's next turn goes on from one of them."""
+
+
+class LaunchedEagle(AheadGrower, Protocol):
+    """One that can begin from what the walk behind a step leaves."""
+
+    def launch(self, memory: Any, rows: tuple[int, int]) -> None:
+        """Keep the rows that the walk keeps, behind the rows [first, stop) that are stored, and
+        grow; returns at once."""
+        ...
 
 
 class EagleGrower(Protocol):
@@ -65,6 +76,14 @@ class Held:
     asked: bool = False
     """Whether rows that are missing have been asked for."""
 
+    @property
+    def end(self) -> int:
+        """The place behind the newest row, stored or waiting."""
+        if not self.waiting:
+            return self.stop
+        start, features = self.waiting[-1]
+        return start + len(features)
+
 
 class EagleDrafter:
     """A tree from an eagle head.
@@ -74,12 +93,16 @@ class EagleDrafter:
     Args:
         grower: The head, on the target's device.
         taps: The layers it reads.
+        ahead: The same head, if it can begin before the host knows what a step gave.
     """
 
     name = "heads"
 
-    def __init__(self, grower: EagleGrower, taps: tuple[int, ...]) -> None:
+    def __init__(
+        self, grower: EagleGrower, taps: tuple[int, ...], ahead: LaunchedEagle | None = None
+    ) -> None:
         self.grower = grower
+        self._launcher, self._ahead = ahead, Ahead(ahead)
         self.taps = taps
         self.tap_rows = grower.window
         self.held: dict[int, Held] = {}
@@ -88,6 +111,7 @@ class EagleDrafter:
 
     def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Go on from what is known of a sequence that begins with the same ids."""
+        self.void(seq_id)
         own = self._held(seq_id)
         if own.stop:
             own.waiting.clear()  # it was followed before, and has changed
@@ -135,11 +159,35 @@ class EagleDrafter:
         """One tree for each context."""
         return [self._tree(context, rows) for context, rows in zip(contexts, max_rows, strict=True)]
 
+    def ahead(self, seq_id: int) -> Callable[[], None] | None:
+        """Has the rows that the running step keeps stored, and the next tree grown behind them."""
+        launcher, held = self._launcher, self.held.get(seq_id)
+        if launcher is None or held is None or held.end != len(held.ids) - 1:
+            return None
+
+        def launch() -> None:
+            self._store(held, held.ids)
+            launcher.launch(held.memory, (held.first, held.stop))
+
+        return lambda: self._ahead.begin(seq_id, launch)
+
+    def grown(self, context: DraftContext, max_rows: int) -> GrownTree | None:
+        """The tree that was begun ahead, if it is the one for these ids."""
+        return self._ahead.take(context, max_rows)
+
+    def void(self, seq_id: int) -> None:
+        """What was begun is for other rows."""
+        self._ahead.void(seq_id)
+
     def observe(self, seq_id: int, accepted: Accepted) -> None:
-        """Nothing to learn: the rows that stay are read."""
+        """A step is through. What it was read from is stored already if a tree was begun behind
+        it: the device may have kept more rows than the stop machine, and those are nobody's."""
+        if self._ahead.observe(seq_id):
+            self._store(self.held[seq_id], None)
 
     def drop(self, seq_id: int) -> None:
         """Remember the sequence for a while."""
+        self.void(seq_id)
         held = self.held.pop(seq_id, None)
         if held is not None and held.stop:
             held.waiting.clear()
@@ -164,6 +212,7 @@ class EagleDrafter:
         if not held.stop or held.stop != len(tokens) - 1:
             return DraftTree.root(root)
         params = context.sampler.params
+        self._ahead.replace()
         grown = self.grower.grow(
             held.memory,
             (held.first, held.stop),
@@ -174,13 +223,14 @@ class EagleDrafter:
         )
         return tree_of(*grown).best(max_rows)
 
-    def _store(self, held: Held, tokens: Sequence[int]) -> None:
-        """Store the rows that wait."""
+    def _store(self, held: Held, tokens: Sequence[int] | None) -> None:
+        """Store the rows that wait; without tokens they are stored already."""
         for start, features in held.waiting:
             if not held.first <= start <= held.stop:
                 held.first = start  # what lies before a gap is of no use
             stop = start + len(features)
-            self.grower.store(held.memory, start, features, tokens[start + 1 : stop + 1])
+            if tokens is not None:
+                self.grower.store(held.memory, start, features, tokens[start + 1 : stop + 1])
             held.stop = stop
             held.first = max(held.first, stop - self.grower.window)
         held.waiting.clear()

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from chatkv.errors import HeadsMismatch
 from chatkv.models import catalog
 from chatkv.models.logits import Features, KeptRow
 from chatkv.models.model import Model
 from chatkv.spec.drafter import DraftContext, Reader
+from chatkv.spec.drafters.ahead import Ahead, AheadGrower
 from chatkv.spec.drafters.eagle import EagleDrafter
 from chatkv.spec.heads.grown import tree_of
 from chatkv.spec.proposal import GrownTree
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
-
-if TYPE_CHECKING:
-    from chatkv.models.tree_rows import TreeRows
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 """Heads that ship with chatkv."""
@@ -48,23 +46,11 @@ class Grower(Protocol):
         ...
 
 
-class AheadGrower(Protocol):
-    """A head whose tree grows where the model runs, and can be run there before it is seen here."""
-
-    depth: int
-    """Guesses on a path at most."""
-
-    @property
-    def rows(self) -> TreeRows:
-        """The tree as rows of a step."""
-        ...
+class LaunchedGrower(AheadGrower, Protocol):
+    """One that can begin from what the walk behind a step leaves."""
 
     def launch(self) -> None:
-        """Grow from what the walk behind a step leaves; returns at once."""
-        ...
-
-    def read(self) -> tuple[list[int], list[int], list[float]]:
-        """The tree that was launched last, as `Grower.grow` gives it."""
+        """Grow; returns at once."""
         ...
 
 
@@ -84,17 +70,13 @@ class HeadsDrafter:
     tap_rows = 1
 
     def __init__(
-        self, grower: Grower, taps: tuple[int, ...], ahead: AheadGrower | None = None
+        self, grower: Grower, taps: tuple[int, ...], ahead: LaunchedGrower | None = None
     ) -> None:
         self.grower = grower
         self.taps = taps
-        self._ahead = ahead
+        self._launcher, self._ahead = ahead, Ahead(ahead)
         self._read: dict[int, tuple[int, Features]] = {}
         """By sequence: the newest rows, and the place behind them."""
-        self._launched: int | None = None
-        """The sequence whose next tree is being grown, its step not yet observed."""
-        self._growing: int | None = None
-        """The sequence whose next tree is being grown, or is there."""
 
     def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Nothing to take up: all it needs is read. What was grown from other ids is void."""
@@ -116,37 +98,23 @@ class HeadsDrafter:
 
     def ahead(self, seq_id: int) -> Callable[[], None] | None:
         """Has the next tree grown on the device, from what the step that runs there leaves."""
-        grower = self._ahead
-        if grower is None:
-            return None
-
-        def begin() -> None:
-            self._launched = self._growing = None
-            grower.launch()
-            self._launched = seq_id
-
-        return begin
+        launcher = self._launcher
+        return None if launcher is None else lambda: self._ahead.begin(seq_id, launcher.launch)
 
     def grown(self, context: DraftContext, max_rows: int) -> GrownTree | None:
         """The tree that was begun ahead, if it is the one for these ids."""
-        growing, self._growing = self._growing, None
-        grower = self._ahead
-        if grower is None or growing != context.seq_id or max_rows < len(grower.rows.tokens):
-            return None
-        self._read.pop(context.seq_id, None)  # or the next step would have to copy them
-        root = int(context.tokens[-1])
-        return GrownTree(root, grower.depth, grower.rows, lambda: tree_of(*grower.read()))
+        tree = self._ahead.take(context, max_rows)
+        if tree is not None:
+            self._read.pop(context.seq_id, None)  # or the next step would have to copy them
+        return tree
 
     def void(self, seq_id: int) -> None:
         """What was begun is for other rows."""
-        if self._growing == seq_id:
-            self._growing = None
+        self._ahead.void(seq_id)
 
     def observe(self, seq_id: int, accepted: Accepted) -> None:
         """A step is through: what was begun behind it fits the sequence now."""
-        self.void(seq_id)
-        if self._launched == seq_id:
-            self._launched, self._growing = None, seq_id
+        self._ahead.observe(seq_id)
 
     def drop(self, seq_id: int) -> None:
         """Let go of the rows, and of what was begun."""
@@ -159,7 +127,7 @@ class HeadsDrafter:
         if stop != len(context.tokens) - 1 or max_rows < 2:
             return DraftTree.root(root)
         params = context.sampler.params
-        self._launched = self._growing = None
+        self._ahead.replace()
         tokens, parents, chance = self.grower.grow(
             features[len(features) - 1],
             root,
@@ -213,7 +181,6 @@ def load_heads(model: Model) -> Reader:
     else:
         from chatkv.spec.heads.device import grower_of
     grower: Any = grower_of(opened, model)
-    taps = opened.head.shape.taps
-    if opened.head.shape.kind == "eagle":
-        return EagleDrafter(grower, taps)
-    return HeadsDrafter(grower, taps, grower if hasattr(grower, "rows") else None)
+    taps, ahead = opened.head.shape.taps, grower if hasattr(grower, "rows") else None
+    kind = EagleDrafter if opened.head.shape.kind == "eagle" else HeadsDrafter
+    return kind(grower, taps, ahead)

@@ -20,14 +20,12 @@ from chatkv.models.logits import KeptRow
 from chatkv.models.model import Model
 from chatkv.models.tree_rows import Carried, TreeRows
 from chatkv.models.work import Work
-from chatkv.spec.heads.device_eagle import DeviceEagle
+from chatkv.spec.heads.device_eagle import GROWTH, FusedEagle
 from chatkv.spec.heads.file import HeadFile
 from chatkv.spec.heads.fused import FusedGrower
-from chatkv.spec.heads.grow import Growth, ParallelCell, Vocabulary, grow
+from chatkv.spec.heads.grow import ParallelCell, Vocabulary, grow
 from chatkv.spec.heads.modules import ParallelHead, RecurrentHead
 from chatkv.spec.heads.noise_triton import draft_noise
-
-GROWTH = Growth(rows=16, depth=4, width=4, children=8)
 
 
 class DeviceHead(ABC):
@@ -147,8 +145,8 @@ class ModuleHead(DeviceHead):
         out[2].copy_(found.chance[0].view(torch.int32))
 
 
-def grower_of(file: HeadFile, model: Model) -> DeviceHead | DeviceEagle:
+def grower_of(file: HeadFile, model: Model) -> DeviceHead | FusedEagle:
     """The head of a file on its target."""
     assert isinstance(model, CudaDecoder), f"{model.device} is a device"
-    kinds = {"recurrent": FusedHead, "parallel": ModuleHead, "eagle": DeviceEagle}
+    kinds = {"recurrent": FusedHead, "parallel": ModuleHead, "eagle": FusedEagle}
     return kinds[file.head.shape.kind](file, model)

@@ -1,7 +1,8 @@
 """An eagle head on a CUDA device: new rows stored and a whole tree grown in one captured graph.
 
-Knows tensors, rows and their places; no sequence and no `DraftTree`. One sequence's keys and values
-lie where the graph reads them; those of others wait in memories of their own.
+Knows tensors, rows and their places; no sequence and no `DraftTree`. New rows are those that the
+walk down the last tree keeps, or some that the host names. One sequence's keys and values lie where
+the graphs read them; those of others wait in memories of their own.
 """
 
 # Tensors are not typed closely enough for strict rules.
@@ -9,11 +10,10 @@ lie where the graph reads them; those of others wait in memories of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,28 +21,22 @@ from chatkv.models.cuda_decoder import CudaDecoder
 from chatkv.models.device_rows import DeviceRows
 from chatkv.models.logits import Features
 from chatkv.models.staged import Staged
-from chatkv.models.work import captured
+from chatkv.models.tree_rows import Carried, TreeRows, WalkedRows
+from chatkv.models.work import Work
 from chatkv.spec.heads.file import HeadFile
-from chatkv.spec.heads.grow import EagleCell, Growth, Vocabulary, grow
-from chatkv.spec.heads.modules import WINDOW, EagleHead, angles_of
-from chatkv.spec.heads.noise_triton import draft_noise
+from chatkv.spec.heads.fused_eagle import EagleMemory, FusedEagleGrower, NewRows
+from chatkv.spec.heads.grow import Growth, Vocabulary
+from chatkv.spec.heads.modules import WINDOW, EagleHead
 
 GROWTH = Growth(rows=16, depth=4, width=4, children=8)
-ROWS = 8
-"""New rows that the graph stores; of more, the first go one launch after another."""
+ROWS = 16
+"""New rows that a graph stores; of more, the first go in launches of their own."""
 
 
-class DeviceMemory:
-    """Keys and values [W + 1, HK, D] float32 of one sequence, and the state [1, H] behind its last
-    row. Row p is in slot p % W; the last slot is for rows that are padding."""
+class DeviceMemory(EagleMemory):
+    """A memory that knows where its content is worked on."""
 
-    def __init__(self, keys: Tensor, values: Tensor, state: Tensor) -> None:
-        self.keys, self.values, self.state = keys, values, state
-        self.owner: DeviceEagle | None = None
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All that is held."""
-        return self.keys, self.values, self.state
+    owner: FusedEagle | None = None
 
     def copy(self) -> DeviceMemory:
         """Another one with the same content."""
@@ -51,59 +45,62 @@ class DeviceMemory:
         return DeviceMemory(*(tensor.clone() for tensor in self.tensors()))
 
 
-class DeviceEagle:
+class FusedEagle:
     """Guesses below a root, from taps of the rows before it.
 
     Args:
         file: An eagle head.
-        model: Its target.
+        model: Its target; its steps keep the taps from here on.
     """
+
+    depth = GROWTH.depth
 
     def __init__(self, file: HeadFile, model: CudaDecoder) -> None:
         weights, device = model.layers.weights, model.layers.device
         assert isinstance(file.head, EagleHead), "grower_of looks before"
-        self._head = head = file.head.to(device)
+        head, self.window = file.head.to(device), WINDOW
         for parameter in head.parameters():
             if parameter.dim() > 1:  # norms stay exact
                 parameter.data = parameter.data.to(weights.dtype)
-        self._vocabulary = Vocabulary.of(file.draft_ids, weights.head, weights.embedding)
+        vocabulary = Vocabulary.of(file.draft_ids, weights.head, weights.embedding)
         if head.rows is not None:
-            self._vocabulary = replace(self._vocabulary, draft_rows=head.rows)
-        self.window = WINDOW
-        shape = head.shape
-        self._floats = {"dtype": torch.float32, "device": device}
+            vocabulary = replace(vocabulary, draft_rows=head.rows)
+        model.tap(head.shape.taps, self.window)
+        self._graphs, self._head, self._like = model.graphs, head, weights.embedding
+        pdl = model.layers.pdl
+        self._fused = FusedEagleGrower(head, vocabulary, GROWTH, self.window, pdl=pdl)
+        self.rows = TreeRows.empty(GROWTH.rows, device)
         self._loaded = self._own = self.new_memory()
-        self._taps = torch.zeros(ROWS, len(shape.taps), shape.hidden, **self._floats)
-        self._noise = torch.zeros(1, GROWTH.depth, shape.draft_ids, **self._floats)
-        longs = torch.int64
+        ints, longs = torch.int32, torch.int64
         self._inputs = Staged(
             {
+                "span": (ints, (2,)),
+                "count": (ints, (1,)),
+                "behind": (ints, (ROWS,)),
                 "new": (longs, (ROWS,)),
-                "behind": (longs, (ROWS,)),
-                "places": (longs, (ROWS,)),
-                "slots": (longs, (ROWS,)),
-                "last": (longs, (1,)),
-                "rows": (longs, (2,)),
-                "root": (longs, (1,)),
-                "seed": (longs, (1,)),
-                "position": (torch.int32, (1,)),
-                "inverse_t": (torch.float64, (1,)),
             },
             device,
         )
+        there, taps = self._inputs.device, (len(head.shape.taps), ROWS, head.shape.hidden)
+        self._named = NewRows(
+            tapped=torch.zeros(taps, device=device),
+            path=torch.arange(ROWS, dtype=ints, device=device),
+            behind=there["behind"],
+            count=there["count"],
+            span=there["span"],
+        )
         self._waiting: tuple[DeviceMemory, int, DeviceRows, Sequence[int]] | None = None
-        self._slots = torch.arange(self.window, device=device)
-        self._out = torch.zeros(3, GROWTH.rows, **self._floats)
-        self._here = torch.zeros(3, GROWTH.rows, pin_memory=device.type == "cuda")
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._capture = model.graphs.capture
+        size, is_cuda = (3, GROWTH.rows), device.type == "cuda"
+        self._out = torch.zeros(size, dtype=ints, device=device)
+        self._here = torch.zeros(size, dtype=ints, pin_memory=is_cuda)
+        self._done = torch.cuda.Event() if is_cuda else None
+        self._carried: Carried | None = None
+        self._works: dict[int, tuple[WalkedRows | None, Work]] = {}
 
     def new_memory(self) -> DeviceMemory:
         """Room for one sequence."""
-        shape = self._head.shape
-        size = (self.window + 1, shape.num_kv_heads, shape.head_dim)
-        keys, values = torch.zeros(size, **self._floats), torch.zeros(size, **self._floats)
-        return DeviceMemory(keys, values, torch.zeros(1, shape.hidden, **self._floats))
+        empty = EagleMemory.empty(self._head.shape, self.window, self._like)
+        return DeviceMemory(*empty.tensors())
 
     def store(
         self, memory: DeviceMemory, start: int, features: Features, tokens: Sequence[int]
@@ -112,6 +109,26 @@ class DeviceEagle:
         assert isinstance(features, DeviceRows)
         self._flush()
         self._waiting = (memory, start, features, list(tokens))
+
+    def launch(self, memory: DeviceMemory, rows: tuple[int, int]) -> None:
+        """Keep the rows that the walk behind a step keeps, and grow from them; returns at once.
+
+        Args:
+            rows: [first, stop) of the rows before that step.
+        """
+        self._flush()
+        self._load(memory)
+        carried = self._own_carried()
+        assert carried.walked is not None, "no step was picked from"
+        self._inputs.begin()["span"][:] = rows
+        self._run(carried.walked)
+
+    def read(self) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and chances of the tree that was launched last, its root first."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens, parents, chance = self._here
+        return tokens.tolist(), parents.tolist(), chance.view(torch.float32).tolist()
 
     def grow(
         self,
@@ -135,47 +152,61 @@ class DeviceEagle:
         ):
             self._flush()
         self._load(memory)
-        there = self._inputs.begin()
+        there, count = self._inputs.begin(), 0
+        there["behind"][0] = root
         there["new"].fill(0)
-        there["slots"].fill(self.window)
-        there["last"][0] = -1
         if self._waiting is not None:
-            _, start, features, tokens = self._waiting
+            _, _, features, tokens = self._waiting
             count = len(features)
             there["new"][:count] = features.rows
             there["behind"][:count] = tokens
-            there["places"][:count] = np.arange(start, start + count)
-            there["slots"][:count] = there["places"][:count] % self.window
-            there["last"][0] = count - 1
-        there["rows"][:] = rows
-        there["root"][0] = root
-        there["seed"][0] = seed if temperature > 0 else -1
-        there["position"][0] = rows[1] + 1
-        there["inverse_t"][0] = 1 / temperature if temperature > 0 else 1
+        there["count"][0] = count
+        there["span"][:] = rows[0], rows[1] - count
         self._inputs.send()
         if self._waiting is not None:
-            tapped = self._waiting[2].tapped.transpose(0, 1)
-            index = self._inputs.device["new"]
-            torch.index_select(tapped, 0, index, out=self._taps)
+            index, tapped = self._inputs.device["new"], self._waiting[2].tapped
+            torch.index_select(tapped, 1, index, out=self._named.tapped)
             self._waiting = None
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._compute()
-            if self._capture:
-                self._graph = captured(self._compute, None)
-        self._inputs.wait()
-        ids, parents, chance = self._here.numpy()
-        return (
-            ids.astype(np.int64).tolist(), parents.astype(np.int64).tolist(), chance.tolist()
-        )  # fmt: skip
+        carried = self._own_carried()
+        carried.send(None, root, rows[1] + 1, temperature=temperature, seed=seed)
+        self._run(None)
+        return self.read()
 
     def put_away(self) -> None:
-        """Bring what the graph works on back to the memory it is of."""
+        """Bring what the graphs work on back to the memory it is of."""
         self._flush()
         if self._loaded is not self._own:
             for tensor, own in zip(self._loaded.tensors(), self._own.tensors(), strict=True):
                 tensor.copy_(own)
+
+    def _own_carried(self) -> Carried:
+        """What the walk leaves. Graphs hold addresses of it."""
+        carried = self._graphs.carried
+        assert carried is not None, "the model's layers are tapped"
+        if carried is not self._carried:
+            self._carried = carried
+            self._works.clear()
+        return carried
+
+    def _run(self, walked: WalkedRows | None) -> None:
+        """Grow from rows of a walk, or from those that were named."""
+        if id(walked) not in self._works:
+            work = Work(partial(self._compute, walked), self._graphs.capture)
+            self._works[id(walked)] = walked, work
+        self._works[id(walked)][1]()
+        self._inputs.mark()
+        if self._done is not None:
+            self._done.record()
+
+    @torch.no_grad()
+    def _compute(self, walked: WalkedRows | None) -> None:
+        new = self._named
+        if walked is not None:
+            self._inputs.copy()
+            new = NewRows(walked.tapped, walked.path, walked.picks, walked.count, new.span)
+        assert self._carried is not None
+        self._fused.grow(self._carried, self._own, new, self._out, self.rows)
+        self._here.copy_(self._out, non_blocking=True)
 
     def _load(self, memory: DeviceMemory) -> None:
         if memory is self._loaded:
@@ -190,57 +221,25 @@ class DeviceEagle:
 
     @torch.no_grad()
     def _flush(self) -> None:
-        """Store the rows that wait, launch by launch: many at once after a prompt."""
+        """Store the rows that wait, in launches of their own: many at once after a prompt."""
         if self._waiting is None:
             return
         memory, start, features, tokens = self._waiting
         self._waiting = None
         self._load(memory)
-        device = self._taps.device
-        taps = features.tapped[:, list(features.rows)].transpose(0, 1)
-        behind = torch.tensor(tokens, device=device)
-        places = torch.arange(start, start + len(tokens), device=device)
-        states = self._head.features(taps)
-        self._keep(states, behind, places, places % self.window)
-        self._own.state.copy_(states[-1:])
+        count = min(len(tokens), self.window)
+        start, rows = start + len(tokens) - count, list(features.rows)[-count:]
 
-    def _keep(self, states: Tensor, behind: Tensor, places: Tensor, slots: Tensor) -> None:
-        angles = angles_of(self._head.shape, places)
-        keys, values = self._head.stored(states, self._vocabulary.embedding[behind], angles)
-        self._own.keys.index_copy_(0, slots, keys.float())
-        self._own.values.index_copy_(0, slots, values.float())
+        def numbers(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self._out.device)
 
-    @torch.no_grad()
-    def _compute(self) -> None:
-        there = self._inputs.device
-        states = self._head.features(self._taps)
-        self._keep(states, there["behind"], there["places"], there["slots"])
-        newest = states.index_select(0, there["last"].clamp(min=0))
-        self._own.state.copy_(torch.where(there["last"] >= 0, newest, self._own.state))
-        draft_noise(there["seed"], there["position"], self._vocabulary.draft_ids, self._noise)
-        found = grow(
-            self._head,
-            EagleCell(self._head, self._own.state, there["rows"][1:] - 1, self._look),
-            self._vocabulary,
-            there["root"],
-            GROWTH,
-            inverse_t=there["inverse_t"].float(),
-            noise=self._noise,
+        self._fused.store(
+            self._own,
+            NewRows(
+                tapped=features.tapped[:, rows].contiguous(),
+                path=numbers(range(count)),
+                behind=numbers(tokens[-count:]),
+                count=numbers([count]),
+                span=numbers([start, start]),
+            ),
         )
-        # Ids are below 2^24: float32 holds them.
-        for line, values in enumerate((found.tokens, found.parents, found.chance)):
-            self._out[line].copy_(values[0])
-        self._here.copy_(self._out, non_blocking=True)
-
-    def _look(self, q: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scores over the stored rows of the window; see `grow.Look`."""
-        first, stop = self._inputs.device["rows"].unbind()
-        places = stop - 1 - torch.remainder(stop - 1 - self._slots, self.window)
-        keys, values = self._own.keys[:-1], self._own.values[:-1]
-        scores = torch.einsum("nwhgd,shd->nwhgs", q, keys)
-        scores = scores.masked_fill(places < first, -torch.inf)
-
-        def mix(shares: Tensor) -> Any:
-            return torch.einsum("nwhgs,shd->nwhgd", shares, values)
-
-        return scores, mix

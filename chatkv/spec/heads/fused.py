@@ -1,4 +1,4 @@
-"""A tree of guesses from a recurrent head in few launches: buffers, and the order of the kernels.
+"""A tree of guesses in few launches: buffers, and the order of the kernels; and a recurrent head's.
 
 Knows tensors of one sequence; no graph, no sequence and no `DraftTree`. `grow.grow` is the plain
 version: the same nodes, but for guesses of nearly equal chance.
@@ -9,8 +9,9 @@ version: the same nodes, but for guesses of nearly equal chance.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton
@@ -20,8 +21,9 @@ from chatkv.models.launch_options import EXACT, pdl_options
 from chatkv.models.tree_rows import Carried, TreeRows
 from chatkv.spec.heads import grow_triton as kernels
 from chatkv.spec.heads.grow import DEEPER, Growth, Vocabulary
-from chatkv.spec.heads.modules import RecurrentHead
+from chatkv.spec.heads.modules import Head, RecurrentHead
 
+HeadT = TypeVar("HeadT", bound=Head)
 ROWS = 16
 """Rows of a product at least: a depth has no more nodes."""
 
@@ -39,17 +41,22 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Read off an H200 for the default model's head; any other gives the same tree."""
+    """Read off an H200 for the default model's heads; any other gives the same tree."""
 
     fuse: Launch = Launch(4)
     gate: Launch = Launch(16, 64)
     down: Launch = Launch(16, 64)
     score: Launch = Launch(64, 64)
     choose: Launch = Launch(0, warps=8)
+    fuse_rows: Launch = Launch(16, 64)
+    heads: Launch = Launch(16, 64)
+    attend: Launch = Launch(128, stages=3)
+    mix: Launch = Launch(16, 64)
+    feed: Launch = Launch(16, 64)
 
 
-class FusedGrower:
-    """Grows trees of one shape from one head.
+class TreeGrower(ABC, Generic[HeadT]):
+    """Grows trees of one shape from one head, whatever its states are made of.
 
     Args:
         head: On the device.
@@ -60,7 +67,7 @@ class FusedGrower:
 
     def __init__(
         self,
-        head: RecurrentHead,
+        head: HeadT,
         vocabulary: Vocabulary,
         growth: Growth,
         *,
@@ -68,7 +75,8 @@ class FusedGrower:
         launches: Launches | None = None,
     ) -> None:
         shape, device = head.shape, vocabulary.draft_rows.device
-        self.head, self.vocabulary, self.growth, self.pdl = head, vocabulary, growth, pdl
+        self.head = head
+        self.vocabulary, self.growth, self.pdl = vocabulary, growth, pdl
         self.launches = launches or Launches()
         width = max(growth.width, 1)
         count = len(vocabulary.draft_ids)
@@ -89,7 +97,7 @@ class FusedGrower:
         self._places = torch.zeros(lines, **ints)
         self._parents = torch.zeros(lines, **ints)
         self._tokens = torch.zeros(lines, **ints)
-        self._act = torch.zeros(ROWS, shape.inner, dtype=head.gate.dtype, device=device)
+        self._act = torch.zeros(ROWS, shape.inner, dtype=vocabulary.draft_rows.dtype, device=device)
         self._scores = torch.zeros(self.nodes, count, **floats)
         best = (self.nodes, self.blocks, growth.children)
         self._keys = torch.full(best, -(1 << 63), **longs)
@@ -101,19 +109,17 @@ class FusedGrower:
         self._node_above = torch.zeros(self.all, **ints)
         self._row_of = torch.zeros(self.all, **ints)
 
-    def grow(self, start: Carried, out: Tensor, rows: TreeRows) -> None:
-        """Launch everything; nothing is read back.
+    @abstractmethod
+    def _advance(self, start: Carried, depth: int, nodes: int) -> None:
+        """Fill line `depth + 1` of the states."""
+
+    def _grow(self, start: Carried, out: Tensor, rows: TreeRows) -> None:
+        """Every depth. Nothing is read back.
 
         Args:
             out: [3, R] int32: tokens, parents, and the bits of the float32 chances.
             rows: Filled as well.
         """
-        head, hidden = self.head, self.head.shape.hidden
-        cut = self.launches.fuse
-        kernels.fuse_taps[(triton.cdiv(hidden, cut.n),)](
-            start.taps, head.fuse, self._states, hidden, TAPS=len(head.shape.taps),
-            WIDE=triton.next_power_of_2(hidden), BLOCK_N=cut.n, **self._options(cut),
-        )  # fmt: skip
         first = 1
         for depth in range(self.growth.depth):
             nodes = self._nodes_of(depth)
@@ -129,19 +135,11 @@ class FusedGrower:
             else (self.growth.width if depth else 1)
         )
 
-    def _advance(self, start: Carried, depth: int, nodes: int) -> None:
-        head, shape, cut = self.head, self.head.shape, self.launches.gate
-        tokens = self._tokens[depth] if depth else start.root
-        parents, states = self._parents[depth], self._states[depth]
-        kernels.gate_nodes[(triton.cdiv(shape.inner, cut.n),)](
-            states, parents, tokens, self.vocabulary.embedding, head.gate, head.up, self._act,
-            nodes, shape.hidden, shape.inner, BLOCK_N=cut.n, BLOCK_K=_turn(shape.hidden, cut.k),
-            AHEAD=cut.ahead, **self._options(cut),
-        )  # fmt: skip
-        cut = self.launches.down
+    def _down(self, states: Tensor, parents: Tensor, down: Tensor, depth: int, nodes: int) -> None:
+        cut, shape = self.launches.down, self.head.shape
         kernels.down_nodes[(triton.cdiv(shape.hidden, cut.n),)](
-            states, parents, self._act, head.down, self._states[depth + 1], nodes, shape.hidden,
-            shape.inner, BLOCK_N=cut.n, BLOCK_K=_turn(shape.inner, cut.k), AHEAD=cut.ahead,
+            states, parents, self._act, down, self._states[depth + 1], nodes, shape.hidden,
+            shape.inner, BLOCK_N=cut.n, BLOCK_K=turn(shape.inner, cut.k), AHEAD=cut.ahead,
             **self._options(cut),
         )  # fmt: skip
 
@@ -150,9 +148,9 @@ class FusedGrower:
         kernels.score_ids[(triton.cdiv(count, cut.n),)](
             self._states[depth + 1], self.head.gamma, self.vocabulary.draft_rows, self._ids,
             start.seed, start.position, start.inverse_t, self._scores, self._keys, self._parts,
-            nodes, hidden, count, depth, NODES=self.nodes if depth else 1,
+            nodes, hidden, count, depth, self.head.shape.eps, NODES=self.nodes if depth else 1,
             CHILDREN=self.growth.children, BLOCKS=self.blocks, BLOCK_N=cut.n,
-            BLOCK_K=_turn(hidden, cut.k), AHEAD=cut.ahead, **self._options(cut),
+            BLOCK_K=turn(hidden, cut.k), AHEAD=cut.ahead, **self._options(cut),
         )  # fmt: skip
 
     def _choose(
@@ -175,6 +173,31 @@ class FusedGrower:
         return {**options, **EXACT, **pdl_options(self.pdl)}
 
 
-def _turn(inputs: int, most: int) -> int:
+class FusedGrower(TreeGrower[RecurrentHead]):
+    """A recurrent head's trees, four kernels a depth."""
+
+    def grow(self, start: Carried, out: Tensor, rows: TreeRows) -> None:
+        """Launch everything; see `_grow`."""
+        head, hidden = self.head, self.head.shape.hidden
+        cut = self.launches.fuse
+        kernels.fuse_taps[(triton.cdiv(hidden, cut.n),)](
+            start.taps, head.fuse, self._states, hidden, TAPS=len(head.shape.taps),
+            WIDE=triton.next_power_of_2(hidden), BLOCK_N=cut.n, **self._options(cut),
+        )  # fmt: skip
+        self._grow(start, out, rows)
+
+    def _advance(self, start: Carried, depth: int, nodes: int) -> None:
+        head, shape, cut = self.head, self.head.shape, self.launches.gate
+        tokens = self._tokens[depth] if depth else start.root
+        parents, states = self._parents[depth], self._states[depth]
+        kernels.gate_nodes[(triton.cdiv(shape.inner, cut.n),)](
+            states, parents, tokens, self.vocabulary.embedding, head.gate, head.up, self._act,
+            nodes, shape.hidden, shape.inner, BLOCK_N=cut.n, BLOCK_K=turn(shape.hidden, cut.k),
+            AHEAD=cut.ahead, **self._options(cut),
+        )  # fmt: skip
+        self._down(states, parents, head.down, depth, nodes)
+
+
+def turn(inputs: int, most: int) -> int:
     """The longest turn up to `most` that divides the inner dimension."""
     return next(k for k in (256, 128, 64, 32, 16) if k <= most and inputs % k == 0)

@@ -2,7 +2,8 @@
 
 Knows the nodes of one depth as rows of buffers, and one sequence; no module and no graph. A depth
 is `gate_nodes`, `down_nodes`, `score_ids` (which leaves the best ids of each of its blocks) and
-`choose_nodes` (which merges them and chooses the nodes that get children, or the tree).
+`choose_nodes` (which merges them and chooses the nodes that get children, or the tree). The last
+two serve every kind of head.
 
 Nodes are numbered depth after depth, from 1; 0 is the root.
 """
@@ -158,7 +159,7 @@ def down_nodes(
 @triton.jit(do_not_specialize=["nodes", "depth"])
 def score_ids(
     states, gamma, rows, ids, seed, position, inverse_t, scores, keys, parts, nodes, hidden, count,
-    depth,
+    depth, eps,
     NODES: tl.constexpr, CHILDREN: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +201,7 @@ def score_ids(
         squares += x * x
         x = (x * w[None, :]).to(rows.dtype.element_ty)
         acc = tl.dot(x, tl.trans(tl.load(row_at + at)), acc, input_precision="ieee")
-    scale = tl.rsqrt(tl.sum(squares, 1) / hidden + EPS) * heat
+    scale = tl.rsqrt(tl.sum(squares, 1) / hidden + eps) * heat
     found = acc * scale[:, None] + noise[None, :]
     tl.store(
         scores + m[:, None] * count + n[None, :], found, mask=live[:, None] & (n < count)[None, :]
