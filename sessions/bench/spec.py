@@ -151,6 +151,7 @@ class _Bench:
                 model.device,
                 threads=request.threads,
                 model=model.spec.name,
+                dtype=str(model.identity(model.page_size).get("pool_dtype", "")) or None,
                 backend=model.backend_name,
             ),
             model.device,

@@ -175,13 +175,6 @@ def test_a_file_cut_short_is_refused(tmp_path):
         load(path, SPEC, PRINT)
 
 
-def test_force_takes_another_quantisation_but_not_other_widths(tmp_path):
-    path = written(tmp_path)
-    assert load(path, replace(SPEC, weights_digest="other"), b"other", force=True).head
-    with pytest.raises(HeadsMismatch, match="hidden"):
-        load(path, replace(SPEC, hidden_size=256), PRINT, force=True)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_are_trees_of_draft_ids_and_rows_do_not_depend_on_each_other(kind):
     head, words = made(kind), vocabulary()

@@ -29,7 +29,7 @@ from chatkv.spec.heads.shape import KINDS, HeadShape, shape_for
 FORMAT, PACKED_FORMAT = 1, 2
 """In the second, matrices are packed in eight bits."""
 DRAFT_IDS = "draft_ids"
-HINT = "Train heads for this model: chatkv train-heads; or --force-heads: slower, the same text."
+HINT = "Train heads for this model: chatkv train-heads; or leave `heads` out of --drafters."
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,8 @@ def save(path: Path, file: HeadFile, *, packed: bool = False) -> None:
         part.unlink(missing_ok=True)
 
 
-def load(
-    path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes, *, force: bool = False
-) -> HeadFile:
+def load(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> HeadFile:
     """Read a head for a target, float32.
-
-    Args:
-        force: Take a head of another quantisation or tokenizer. Widths must fit all the same.
 
     Raises:
         HeadsMismatch: With the field, what the file has and what is needed.
@@ -105,9 +100,8 @@ def load(
         ) from error
     is_packed = about.get("format") == str(PACKED_FORMAT)
     _expect(path, "format", about.get("format"), str(PACKED_FORMAT if is_packed else FORMAT))
-    if not force:
-        for name, needed in target_of(spec, tokenizer_fingerprint).items():
-            _expect(path, name, about.get(name), needed)
+    for name, needed in target_of(spec, tokenizer_fingerprint).items():
+        _expect(path, name, about.get(name), needed)
     shape = _shape(path, about)
     expect_shape(path, shape, spec)
     head = new_head(shape)
