@@ -173,8 +173,9 @@ class EngineService:
         if self.log is not None:
             self.log.poke()  # the turn before this one is stored by now
         self.engine.drafting.set_mode(request.spec or self.engine.config.spec)
-        report = PrefillReport(known=computed_before(request.messages))
-        yield from self._reply(seq, report, len(path.tokens) - len(tokens), cancelled)
+        left_out = len(path.tokens) - len(tokens)
+        report = PrefillReport(known=max(0, computed_before(request.messages) - left_out))
+        yield from self._reply(seq, report, left_out, cancelled)
 
     def _reply(
         self,

@@ -34,14 +34,20 @@ class Program:
     """chatkv without its processes; closing it and making another is a restart."""
 
     def __init__(
-        self, folder: Path, *, spec: str = "none", policy: str = POLICY, **shape: Any
+        self,
+        folder: Path,
+        *,
+        spec: str = "none",
+        policy: str = POLICY,
+        limit: int = LIMIT,
+        **shape: Any,
     ) -> None:
         model: Any = TinyModel(repeat=0.5, eos_ids=ENDS, **shape)
         model.tokenizer = ShortReplies()
         self.pages = SqlitePageStore(
             folder / "kv.db", model.identity(model.page_size), limit_bytes=1 << 30
         )
-        config = EngineConfig(spec=spec, drafters=("ngram", "random"), context_limit=LIMIT)
+        config = EngineConfig(spec=spec, drafters=("ngram", "random"), context_limit=limit)
         engine = Engine(
             model, config, store=self.pages, salt=self.pages.salt, costs=COSTS, guard=False
         )
@@ -226,19 +232,28 @@ def test_a_summary_that_fails_gives_the_prompt_back(program, monkeypatch):
 
 
 def test_what_the_user_had_forgotten_stays_so_behind_a_summary(program):
-    number, events = until_summed_up(program("first").chats.new("ada"))
-    gone = forget_of(events).turns[-1]
-    chat = program().chats.new("ada")
-    for n in range(1, number + 6):
-        if n == number - 1:
-            chat.forget([1, gone + 1])  # one that goes, and one that would stay
-        events = list(chat.send(prompt(n)))
-        if any(isinstance(e, ForgetEvent) and e.policy == "summarize" for e in events):
-            break
-    seen = {turn.prompt: turn.seen for turn in chat.turns()}
-    why = chat.context().why
-    assert why[1] == "user"
-    assert (seen[prompt(1)], seen[prompt(gone + 1)]) == ("forgotten", "forgotten")
+    chat = program(limit=400).chats.new("ada")
+    for text in ("one", "two: " + 12 * "what do you think? ", "three", "four"):
+        list(chat.send(text))
+    chat.forget([1, 4])  # one before the turn that goes, one behind it
+    chat.set("max_tokens", 200)  # so that room has to be made
+    events = list(chat.send("five"))
+    (made,) = [event for event in events if getattr(event, "policy", "") == "summarize"]
+    assert made.turns == (2,)
+    shown = [(turn.prompt[:4], turn.seen) for turn in chat.turns()]
+    assert shown == [
+        ("one", "forgotten"),
+        ("two:", "summarised"),
+        ("Sum ", "live"),
+        ("thre", "live"),
+        ("four", "forgotten"),
+        ("five", "live"),
+    ]
+    assert dict(chat.context().why) == {1: "user", 2: "summarize", 5: "user"}
+    assert chat.context().used == events[-1].usage.context_used
+    chat.recall([5])
+    list(chat.send("six"))
+    assert chat.turns()[4].seen == "live"
 
 
 def test_redacting_reaches_summaries_and_copies(program, tmp_path):
