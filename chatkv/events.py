@@ -47,6 +47,15 @@ class Ready:
     parameters: int = 0
     """Weights of the model, about; 0 where nobody said."""
 
+    @property
+    def limit_reason(self) -> str:
+        """Which of its bounds the context is, in a clause; nothing where nobody said."""
+        if not self.trained_limit:
+            return ""
+        if self.context_limit >= self.trained_limit:
+            return "all the model was trained for"
+        return f"as --context says; the model was trained for {self.trained_limit:,}"
+
 
 @dataclass(frozen=True, slots=True)
 class MessageIds:

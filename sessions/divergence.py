@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from chatkv.forget import TurnSpan
+from chatkv.kv.ops import live_ranges
+from sessions.context import spans_of_path, standing, to_ops
 from sessions.records import TurnPath
 from sessions.store import ChatStore
 
@@ -45,7 +48,7 @@ class Divergence:
     """Where a prompt left what was stored before it."""
 
     position: int
-    """Of the first differing token in the whole prompt."""
+    """Of the first differing token in the prompt as the model sees it."""
     cause: str
     """`edit`, `fork`, `template` or `system prompt`."""
     stored: Side
@@ -75,6 +78,7 @@ class Prompt:
         self.total = count(self.turn.turn.usage, "prompt_tokens")
         """Tokens of the whole prompt; None if nobody counted them."""
         self._store, self._tokenizer = store, tokenizer
+        self._records = [one.to_json() for one in standing(path)]
         row = self.turn.turn
         older = [other.id for other in store.siblings(row.id) if other.id < row.id]
         self._older = store.turns(older)
@@ -127,8 +131,9 @@ class Prompt:
         place = _common(now, then)
         if place == min(len(now), len(then)):
             return None
+        seen = self._seen(place)
         return Divergence(
-            place,
+            place if seen is None else seen,
             "template",
             self._side(then, place, self.parent, other),
             self._side(now, place, self.turn, self.tok_fp),
@@ -166,11 +171,21 @@ class Prompt:
 
     def _start(self, num_ids: int) -> int | None:
         """Position of the prompt's first own id."""
-        if self.total is not None:
-            return self.total - num_ids
-        lengths = [_length(turn, self.tok_fp) for turn in self.path[:-1]]
-        known = [length for length in lengths if length is not None]
-        return sum(known) if len(known) == len(lengths) else None
+        seen = self._seen()
+        return self.total - num_ids if seen is None and self.total is not None else seen
+
+    def _seen(self, place: int | None = None) -> int | None:
+        """How many of the ids before a place, that of the prompt if none is named, the model sees
+        when the prompt comes; None where some were never stored."""
+        spans = None if self.tok_fp is None else spans_of_path(self.path[:-1], self.tok_fp)
+        if spans is None or self.tok_fp is None:
+            return None
+        start = spans[-1].stop
+        spans.append(TurnSpan(self.turn.turn.depth, start, start + 1))
+        place = start if place is None else place
+        ops = to_ops(self._records, spans, self.tok_fp.hex())
+        live = live_ranges([op for op in ops if op.at <= start], max(start, place))
+        return sum(max(0, min(stop, place) - first) for first, stop in live)
 
     def _before(self, tok_fp: bytes | None) -> list[int]:
         """Ids of the path up to this turn, as far as they are stored."""
@@ -225,14 +240,6 @@ def ids_of(turn: TurnPath, tok_fp: bytes | None) -> tuple[int, ...]:
             break
         found += ids
     return tuple(found)
-
-
-def _length(turn: TurnPath, tok_fp: bytes | None) -> int | None:
-    """Tokens of a turn; None where some were never stored."""
-    lengths = [None if ids is None else len(ids) for _, ids in _renders(turn, tok_fp)]
-    if None in lengths or (turn.turn.depth and len(lengths) < 2):
-        return None
-    return sum(length or 0 for length in lengths)
 
 
 def prompt_ids(turn: TurnPath, tok_fp: bytes | None) -> tuple[int, ...] | None:

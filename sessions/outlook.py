@@ -125,6 +125,7 @@ class Outlook:
             recall=tuple(self._pending_recalls()),
             plans=plans,
             warning=warning,
+            limit_reason=self.ready.limit_reason if self.ready else "",
         )
 
     def _plans(self, layout: Layout) -> list[forget.ForgetPlan]:

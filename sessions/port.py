@@ -203,6 +203,8 @@ class ContextView:
     plans: tuple[ForgetPlanned, ...] = ()
     """What the policy will add, at least."""
     warning: str = ""
+    limit_reason: str = ""
+    """Why the limit is what it is, in a clause; nothing before a model is loaded."""
 
     @property
     def forgotten_tokens(self) -> int:

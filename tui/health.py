@@ -240,9 +240,10 @@ def _engine(settings: Settings, found: Globals) -> Check:
         return Check("engine", "fail", error.message, error.hint)
     finally:
         engine.close()
+    reason = f" ({ready.limit_reason})" if ready.limit_reason else ""
     detail = (
         f"{ready.model} on {ready.device}, backend {ready.backend} ({ready.mode}), "
-        f"context {ready.context_limit}, loaded in {took_s:.1f} s. {drafting}"
+        f"context {ready.context_limit}{reason}, loaded in {took_s:.1f} s. {drafting}"
     )
     return Check("engine", "ok" if ready.mode == "exact" else "warn", detail, ready.notice)
 

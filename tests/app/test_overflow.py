@@ -3,11 +3,13 @@ what."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from app.fakes import FakeChat, FakeChats
 from app.stage import stage
 
 from chatkv.errors import ContextFull
-from chatkv.events import ForgetPlanned
+from chatkv.events import ForgetPlanned, Summarizing
 
 PLAN = ForgetPlanned("turns", "limit", (1, 2), (), 612, 3600, 2988, 4096, 0, 0)
 SAID = "turns 1-2 would leave the model's context (612 tokens;"
@@ -29,6 +31,21 @@ async def test_ask_shows_the_plan_and_sends_on_yes() -> None:
         assert "send more" not in chats.calls
         await on.press("y")
         await on.until(lambda: "send more" in chats.calls)
+        await on.idle()
+
+
+async def test_a_summary_is_asked_for_and_shown_while_it_is_written() -> None:
+    chats, chat = told("summarize")
+    chats.auto = None
+    chats.plans = (replace(PLAN, policy="summarize"),)
+    async with stage(chats, chat) as on:
+        await on.enter("more")
+        await on.shows("let the model write a summary of what it forgets?", SAID)
+        await on.press("y")
+        await on.until(lambda: on.chat_screen.live is not None)
+        chats.script.event(Summarizing((1, 2), 17, 150))
+        await on.shows("summing up 1-2 · 17 tok")
+        chats.script.finish(text="done")
         await on.idle()
 
 

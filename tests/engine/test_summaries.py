@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ from chatkv.engine import Engine
 from chatkv.events import Done, Failed, ForgetEvent, Summarizing
 from sessions import summary as summaries
 from sessions.chat import Chats
+from sessions.exchange import export_jsonl
+from sessions.exchange_files import LIMITS
+from sessions.exchange_formats import WRITERS, read_chats
+from sessions.exchange_import import ImportStore
 from sessions.local import LocalEngine
 from sessions.pages import SqlitePageStore
 from sessions.service import EngineService
-from sessions.store import ChatStore
+from sessions.store import MEMORY, ChatStore
 
 COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
 LIMIT = 200
@@ -269,3 +275,29 @@ def test_redacting_reaches_summaries_and_copies(program, tmp_path):
     chat.select(next(t.id for t in chat.tree() if t.number == place + 1 and not t.on_path))
     assert chat.turns()[place].redacted  # the one that was copied
     assert isinstance(list(chat.send("still there?"))[-1], Done)
+
+
+def test_exports_mark_a_summary_or_leave_it_out(program):
+    here = program()
+    chat = here.chats.new("ada")
+    number, _ = until_summed_up(chat)
+    path = here.store.path(chat.id)
+    (line,) = WRITERS["openai"]("ada", path)
+    said = json.loads(line)["messages"]
+    assert [m["content"] for m in said if m["role"] == "user"] == [
+        prompt(n) for n in range(1, number + 1)
+    ]
+    text = "".join(f"{each}\n" for each in WRITERS["markdown"]("ada", path))
+    assert " summary -->" in text
+    (back,) = read_chats(io.BytesIO(text.encode()), "auto", LIMITS)
+    assert back.talk == [(m["role"], m["content"]) for m in said]
+    whole = "".join(f"{each}\n" for each in export_jsonl(here.store, chat.id))
+    with ImportStore(MEMORY) as elsewhere:
+        (found,) = elsewhere.read(io.BytesIO(whole.encode()))
+        (row,) = elsewhere.sessions()
+        assert "".join(f"{each}\n" for each in export_jsonl(elsewhere, row.id)) == whole, found
+        turns = elsewhere.path(row.id)
+        (place,) = [index for index, turn in enumerate(turns) if turn.is_summary]
+        copy, summed = turns[place + 1].turn.id, turns[1].turn.id
+        assert len(elsewhere.versions([copy])) == 2  # it is known for a copy there, too
+        assert turns[place].turn.id in elsewhere.versions([summed])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from seeing import SeeingEngine  # pyright: ignore
 
-from chatkv.events import Delta, ForgetEvent
+from chatkv.events import Delta, ForgetEvent, Summarizing
 from sessions.chat import Chats
 from sessions.store import ChatStore
 
@@ -129,6 +129,29 @@ def test_ask_json_lists_what_is_missing(chatkv, chats):
     assert (event["turns"], event["live_before"], event["live_after"]) == ([1], 4000, 3990)
 
 
+def test_ask_says_that_a_summary_is_written(chatkv, chats):
+    made = ForgetEvent("summarize", "limit", (1,), (), 90, 4000, 3930, 4096, {"turns": [1]})
+    chats.script = lambda chat, text: iter(
+        [Summarizing((1,), 0, 22), Summarizing((1,), 9, 22), made, Delta("ok", (1,))]
+    )
+    flags = ("ask", "hi", "--on-overflow", "summarize:ask=no")
+    ran = chatkv(*flags)
+    assert ran.err.count("Summing up turns 1 in at most 22 tokens") == 1
+    assert "(90 tokens, a summary stands for them; 4,000 to 3,930" in ran.err
+    lines = chatkv(*flags, "--jsonl").lines
+    kinds = [line["type"] for line in lines if line["type"] != "prefill"]
+    assert kinds == ["start", "summarizing", "summarizing", "forget", "delta", "done"]
+    assert chatkv(*flags, "--json").err == ""
+
+
+def test_a_chat_that_asks_first_is_not_answered_for(chatkv, chats):
+    chatkv("ask", "hi")
+    chats.rows[-1].policy = "summarize"
+    assert chatkv("ask", "-c", "short").code == 0  # it fits
+    ran = chatkv("ask", "-c", "x" * 50)
+    assert (ran.code, "needs a screen" in ran.err) == (2, True)
+
+
 def test_the_policy_comes_from_the_flag_and_stays_with_the_chat(chatkv, chats):
     assert chatkv("ask", "hi", "--on-overflow", "turns").code == 0
     assert chats.rows[-1].policy == "turns"
@@ -143,6 +166,8 @@ def test_the_policy_comes_from_the_flag_and_stays_with_the_chat(chatkv, chats):
         ("oldest:drop_tokens=5", "drop_tokens is 5"),
         ("turns:high=1", "no parameter 'high'"),
         ("ask", "needs a screen"),
+        ("summarize", "or summarize with ask=no"),
+        ("summarize:force=perhaps", "not yes or no"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(chatkv, chats, policy, says):

@@ -91,6 +91,25 @@ def test_a_chat_that_only_grew_is_new_all_along(start):
         assert (report.divergence, report.note) == (None, "")
 
 
+def test_positions_behind_a_forgotten_turn_are_those_of_what_the_model_sees(start):
+    program = start()
+    chat = program.chats.new()
+    for number in range(4):
+        say(chat.send(f"prompt {number}"))
+    chat.forget([1, 2])
+    say(chat.send("prompt four"))
+    done = say(chat.edit(chat.turns()[-1].id, "prompt five"))
+    found = explain(program.store, chat.id, TOK)[-1].divergence
+    assert found.position == done.usage.prompt_tokens - len(TOK.user_ids("ive", False)) + 1
+    assert found.now.before == "prompt f"
+    for file in program.store.file.parent.glob("kv.db*"):
+        file.unlink()  # so that all ids are computed, the forgotten ones too
+    again = start().chats.open(chat.id)
+    assert say(again.edit(again.turns()[-1].id, "prompt fix")).usage.prompt_n > found.position + 9
+    last = explain(start().store, chat.id, TOK)[-1].divergence
+    assert (last.position, last.now.text) == (found.position + 1, "x<reply>")
+
+
 def test_an_edit_of_turn_3_of_8_names_the_position_and_both_texts(start):
     program = start()
     chat = program.chats.new()

@@ -155,6 +155,7 @@ def context_json(view: ContextView) -> dict[str, Any]:
         "forget": list(view.forget),
         "recall": list(view.recall),
         "warning": view.warning,
+        "limit_reason": view.limit_reason,
         "turns": [
             {
                 "turn": turn.number,
@@ -174,6 +175,7 @@ def context_lines(view: ContextView) -> list[str]:
     """The same for people."""
     used = "unknown" if view.used is None else f"{view.used:,}"
     limit = f"{view.limit:,}" if view.limit else "unknown"
+    limit += f" ({view.limit_reason})" if view.limit_reason else ""
     system = "" if view.system_tokens is None else f", {view.system_tokens} of them system prompt"
     lines = [f"{used} tokens in sight{system}; limit {limit}, {view.reserved:,} kept for the reply"]
     if view.turns:

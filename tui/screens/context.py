@@ -99,6 +99,7 @@ class ContextScreen(ModalScreen[bool]):
         view, place = self._view, self._list.highlighted
         system = "" if view.system_tokens is None else f" ({view.system_tokens})"
         limit = f"{view.limit:,}" if view.limit else "unknown"
+        limit += f" ({view.limit_reason})" if view.limit_reason else ""
         used = "unknown" if view.used is None else f"{view.used:,}"
         self._head.update(
             Content(
