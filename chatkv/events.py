@@ -133,7 +133,10 @@ class RedactEvent:
 
     type: ClassVar[str] = "redact"
     turns: tuple[int, ...]
+    """Numbers on the open path, those of summaries of them too."""
     num_tokens: int
+    pages: int
+    """Stored pages that went."""
 
 
 @dataclass(frozen=True, slots=True)

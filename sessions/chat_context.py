@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from chatkv.errors import ChatKVError, UsageError
-from chatkv.events import ForgetPlanned, RecallEvent
+from chatkv.events import ForgetPlanned, RecallEvent, RedactEvent
 from chatkv.forget import ANSWERS, parse_policy
 from sessions import deletion
-from sessions.context import USER, standing
+from sessions.context import USER, standing, turn_tokens
 from sessions.outlook import Outlook, Pending
 from sessions.port import ContextView, EnginePort, PathMessage, Price, Request
 from sessions.records import KV_SALT, SessionRow, TurnPath
@@ -125,12 +125,17 @@ class ChatContext:
     def shared_with(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
         return deletion.shared_with(self._store, self.id, turn_ids)
 
-    def redact(self, turn_ids: Sequence[int], *, purge: bool = False) -> int:
+    def redact(self, turn_ids: Sequence[int], *, purge: bool = False) -> RedactEvent:
         remove = partial(deletion.work_off, self._store, self._purge_pages)
+        path, tok_fp = self._path, self._outlook().tok_fp
         try:
-            return deletion.redact(self._store, turn_ids, purge=purge, remove=remove).pages
+            gone = deletion.redact(self._store, turn_ids, purge=purge, remove=remove)
         finally:
             self._reload()
+        mine = [turn for turn in path if turn.turn.id in gone.turns]
+        sizes = [None if tok_fp is None else turn_tokens(turn, tok_fp) for turn in mine]
+        numbers = tuple(turn.turn.depth for turn in mine)
+        return RedactEvent(numbers, sum(size or 0 for size in sizes), gone.pages)
 
     def _purge_pages(self, ids: Sequence[int], keep_tokens: int) -> int:
         """The engine has them in memory, too."""

@@ -13,6 +13,7 @@ from chatkv import forget
 from chatkv.errors import ContextFull, UnknownSession, UsageError
 from chatkv.events import Ready
 from chatkv.forget import Layout, Limits, TurnSpan
+from chatkv.kv.ops import live_ranges, size_of
 from sessions.context import (
     USER,
     Standing,
@@ -100,6 +101,7 @@ class Outlook:
     def view(self) -> ContextView:
         """All that a screen or a command shows."""
         layout, coming = self._layout(self.records), self._layout(self.after)
+        again = None if coming is None else self._again(coming)
         warning, plans = "", ()
         if coming is not None and self.limits.context:
             warning = forget.pin_warning(coming, self.limits)
@@ -125,8 +127,19 @@ class Outlook:
             recall=tuple(self._pending_recalls()),
             plans=plans,
             warning=warning,
+            kept=None if again is None else again[0],
+            recomputed=None if again is None else again[1],
             limit_reason=self.ready.limit_reason if self.ready else "",
         )
+
+    def _again(self, coming: Layout) -> tuple[int, int] | None:
+        """Tokens in sight before the first record that a recall changes, and those behind."""
+        changed = [one.turn for one in self.records if one not in self.after]
+        if not changed:
+            return None
+        start = next(turn.start for turn in coming.turns if turn.number >= min(changed))
+        kept = size_of(live_ranges(coming.ops, start))
+        return kept, coming.num_live - 1 - kept
 
     def _plans(self, layout: Layout) -> list[forget.ForgetPlan]:
         policy = forget.parse_policy(self.policy)

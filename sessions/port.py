@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from chatkv.events import Event, ForgetPlanned, Ready, Usage
+from chatkv.events import Event, ForgetPlanned, Ready, RedactEvent, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,11 @@ class ContextView:
     plans: tuple[ForgetPlanned, ...] = ()
     """What the policy will add, at least."""
     warning: str = ""
+    kept: int | None = None
+    """Of a recall that waits: tokens in sight before it takes effect; their pages stay good."""
+    recomputed: int | None = None
+    """Of the same: tokens behind them, computed again unless a branch without the forget has
+    them."""
     limit_reason: str = ""
     """Why the limit is what it is, in a clause; nothing before a model is loaded."""
 
@@ -384,10 +389,10 @@ class ChatPort(Protocol):
         """Names of the other chats and forks that have one of these turns."""
         ...
 
-    def redact(self, turn_ids: Sequence[int], *, purge: bool = False) -> int:
+    def redact(self, turn_ids: Sequence[int], *, purge: bool = False) -> RedactEvent:
         """Take turns from the model and from all stored pages, at a purge their text too.
 
-        Returns the number of stored pages that went. Raises UsageError or StoreError.
+        Raises UsageError or StoreError.
         """
         ...
 

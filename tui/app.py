@@ -306,8 +306,11 @@ class ChatApp(App[None]):
         saved = (
             "Nothing of it is saved." if self._ephemeral else "It is saved as you go; F2 finds it."
         )
+        limit = ""
+        if ready and ready.limit_reason:
+            limit = f"\nContext: {ready.context_limit:,} tokens, {ready.limit_reason}."
         return SafeText(
-            f"{who} {saved}\n\nEnter sends · Ctrl+J new line · Esc stops\n"
+            f"{who} {saved}{limit}\n\nEnter sends · Ctrl+J new line · Esc stops\n"
             "Ctrl+P finds everything · F1 keys"
         )
 

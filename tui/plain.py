@@ -245,8 +245,8 @@ class PlainChat:
             output.note(fact)
         if self._interactive and (self._read(f"{question} [y/N] ") or "").lower() != "y":
             return
-        pages = self._chat.redact(ids, purge=purge)
-        output.note(f"Redacted: {spans(numbers)}; {pages} stored pages deleted.")
+        gone = self._chat.redact(ids, purge=purge)
+        output.note(f"Redacted: {spans(list(gone.turns))}; {gone.pages} stored pages deleted.")
 
     def _do_copy(self, line: Slash) -> None:
         output.line(find_turn(self._chat, line.rest or -1).reply)

@@ -19,6 +19,7 @@ from chatkv.events import (
     MessageIds,
     Prefill,
     Ready,
+    RedactEvent,
     Rendered,
     Usage,
 )
@@ -442,14 +443,15 @@ class FakeChat:
         return tuple(f"{row.name}:{row.fork}" for row in self._chats.rows.values()
                      if row.forked_from == self._id)  # fmt: skip
 
-    def redact(self, turn_ids: Any, *, purge: bool = False) -> int:
+    def redact(self, turn_ids: Any, *, purge: bool = False) -> RedactEvent:
         self._chats.check(f"redact {list(turn_ids)} {purge}")
         for turn_id in turn_ids:
             turn = self._chats.turns[turn_id]
             turn.redacted = True
             if purge:
                 turn.prompt = turn.reply = ""
-        return 3
+        numbers = [n for n, turn in enumerate(self._chats.path(self._id), 1) if turn.id in turn_ids]
+        return RedactEvent(tuple(numbers), 200 * len(numbers), 3)
 
     def set(self, key: str, value: Any) -> None:
         if key not in ("temperature", "top_p", "seed", "max_tokens"):

@@ -22,7 +22,11 @@ async def test_a_turn_is_redacted_after_a_question_that_names_the_forks() -> Non
         await on.shows("Redact turns 2? Nothing brings them back.", "Shared with ada-notes:side")
         await on.press("y")
         await on.shows(
-            "Redacted: 2.", "3 stored pages deleted.", "░ 2 you", "redacted", "my secret"
+            "Redacted: 2 (200 tokens).",
+            "3 stored pages deleted.",
+            "░ 2 you",
+            "redacted",
+            "my secret",
         )
         assert "redact [2] False" in chats.calls
         second, third = (on.chat_screen.transcript.head(index) for index in (1, 2))

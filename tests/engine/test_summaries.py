@@ -269,7 +269,9 @@ def test_redacting_reaches_summaries_and_copies(program, tmp_path):
     (place,) = [index for index, turn in enumerate(turns) if turn.summary]
     copy = turns[place + 1]
     chat.redact([copy.id], purge=True)
-    chat.redact([turns[0].id], purge=True)
+    gone = chat.redact([turns[0].id], purge=True)
+    assert gone.turns == (1, place + 1)
+    assert gone.num_tokens > 0
     shown = chat.turns()
     assert shown[place].redacted  # it had seen the first turn
     chat.select(next(t.id for t in chat.tree() if t.number == place + 1 and not t.on_path))

@@ -63,6 +63,15 @@ def test_forget_and_recall_wait_for_the_next_turn(chatkv, data):
     back = chatkv("recall", "ada", "--all", "--json").json
     assert back["recalled"] == [1]
     assert back["context"]["recall"] == [1]
+    kept, again = back["context"]["kept"], back["context"]["recomputed"]
+    assert kept + again == back["context"]["used_next"]
+    assert again == sum(
+        turn["tokens"] for turn in back["context"]["turns"][4:]
+    )  # from the fifth on
+    chatkv("forget", "ada", "1")
+    said = f"{kept} tokens before them are found again where their pages are; {again} are computed"
+    assert said in chatkv("recall", "ada", "1").err
+    assert said in chatkv("context", "ada").out
     talk(data, "sixth", ref="ada")
     assert chatkv("context", "ada", "--json").json["missing"] == []
     assert "Nothing is out of its sight" in chatkv("recall", "ada", "--all").err

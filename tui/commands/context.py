@@ -139,6 +139,8 @@ def _change(
         output.write_json({"session": chat.id, name: numbers, "context": context_json(view)})
     else:
         found.note(f"{said} {spans(numbers)}." if numbers else "Nothing is out of its sight.")
+        if name == "recalled" and view.kept is not None:
+            found.note(f"The next turn: {recall_price(view)}.")
 
 
 def context_json(view: ContextView) -> dict[str, Any]:
@@ -154,6 +156,8 @@ def context_json(view: ContextView) -> dict[str, Any]:
         "why": {str(number): policy for number, policy in view.why.items()},
         "forget": list(view.forget),
         "recall": list(view.recall),
+        "kept": view.kept,
+        "recomputed": view.recomputed,
         "warning": view.warning,
         "limit_reason": view.limit_reason,
         "turns": [
@@ -185,8 +189,17 @@ def context_lines(view: ContextView) -> list[str]:
     if view.forget:
         lines.append(f"With the next turn these go: {spans(list(view.forget))}")
     if view.recall:
-        lines.append(f"With the next turn these come back: {spans(list(view.recall))}")
+        price = f" ({recall_price(view)})" if view.kept is not None else ""
+        lines.append(f"With the next turn these come back: {spans(list(view.recall))}{price}")
     return [*lines, view.warning] if view.warning else lines
+
+
+def recall_price(view: ContextView) -> str:
+    """What a recall costs at most, as far as it can be told without a model."""
+    return (
+        f"{view.kept:,} tokens before them are found again where their pages are; "
+        f"{view.recomputed:,} are computed again"
+    )
 
 
 def _cells(turn: ContextTurn) -> list[str]:

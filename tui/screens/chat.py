@@ -285,13 +285,14 @@ class ChatScreen(Talk):
             words = redact_words(numbers, forks, purge=purge)
             if not await self.app.push_screen_wait(Confirm(*words)) or not self._free():
                 return
-            pages = await in_thread(partial(chat.redact, ids, purge=purge))
+            gone = await in_thread(partial(chat.redact, ids, purge=purge))
             view = await in_thread(read_chat, chat)
         except ChatKVError as error:
             self.tell(error)
             return
         await self.show_view(view)
-        self.say(f"Redacted: {spans(numbers)}.", f"{plural(pages, 'stored page')} deleted.")
+        said = f"Redacted: {spans(list(gone.turns))} ({plural(gone.num_tokens, 'token')})."
+        self.say(said, f"{plural(gone.pages, 'stored page')} deleted.")
 
     def action_copy_turn(self) -> None:
         self._on_chosen(lambda turn: self.copy(turn.reply or turn.prompt))
