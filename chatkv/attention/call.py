@@ -6,7 +6,7 @@ The operation itself is defined by `chatkv.attention.reference.paged_attention`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -126,6 +126,10 @@ class AttentionCall:
             q_start_host=tuple(starts),
             kv_len_host=tuple(kv_len),
         )
+
+    def within(self, window: int | None) -> AttentionCall:
+        """The same call for a layer with that window. Needs `q_pos` and `page_pos` if it is one."""
+        return self if window == self.window else replace(self, window=window)
 
     @property
     def num_sequences(self) -> int:

@@ -68,7 +68,7 @@ def soften_split(first, num, head, group, split, here, lists, scores, width, wei
 
     New rows lie behind the `here` stored slots, in the last split and those they reach into.
     """
-    _, _, own, _, cuts, limits, lanes, _, counts = lists
+    _, _, own, _, cuts, limits, lanes, _, counts, _ = lists
     for line in range(num):
         row = first + line // group
         score = scores[line * width : (line + 1) * width]
@@ -104,7 +104,7 @@ def attend_split(
 
     The last split of a sequence also takes its new slots, and the splits that those reach into.
     """
-    seqs, slots, own, places, cuts, _, lanes, stays, counts = lists
+    seqs, slots, own, places, cuts, _, lanes, stays, counts, _ = lists
     sums, outs = parts
     dim, group, splits = q.shape[2], q.shape[1] // pages.shape[2], sums.shape[2]
     first, rows, stored, base = seqs[n, 0], seqs[n, 1], seqs[n, 2], seqs[n, 3] + split * SPLIT
@@ -165,28 +165,33 @@ def run_tasks(q, pages, scale, begin, end, worker, tasks, lists, room, parts):
 
 
 @njit
-def merge_splits(out, lse, limits, room, parts):
-    """Fold the splits of each row and head in ascending order."""
+def merge_splits(out, lse, lists, room, parts):
+    """Fold the splits of each row and head in ascending order, from the first in a window on."""
+    limits, begins = lists[5], lists[9]
     sums, outs = parts
     dim, group, splits = out.shape[2], out.shape[1] // sums.shape[0], sums.shape[2]
     folded, weights, split_steps = room[1][0], room[2][0], room[5]
     for row in range(limits.shape[0]):
         count = (limits[row] + SPLIT - 1) // SPLIT
+        begin = begins[row] if begins.shape[0] > 0 else 0
         for h in range(out.shape[1]):
             head, line = h // group, row * group + h % group
             place = (head * sums.shape[1] + line) * splits * dim
-            top, total = sums[head, line, 0, 0], sums[head, line, 0, 1]
-            values = outs[place : place + dim]
-            if count > 1:
-                for i in range(1, count):
+            top, total = sums[head, line, begin, 0], sums[head, line, begin, 1]
+            values = outs[place + begin * dim : place + begin * dim + dim]
+            if count > begin + 1:
+                for i in range(begin + 1, count):
                     top = max(top, sums[head, line, i, 0])
                 total = np.float32(0.0)
-                for i in range(count):
+                for i in range(begin, count):
                     weights[i] = exp2(sums[head, line, i, 0] - top)
                     total = fma(weights[i], sums[head, line, i, 1], total)
                 values = folded[:dim]
                 values[:] = np.float32(0.0)
-                weigh(weights, 0, 0, 1, outs, place, split_steps, 0, count, values, 0, 0, dim)
+                weigh(
+                    weights, begin, 0, 1, outs, place, split_steps, begin, count - begin,
+                    values, 0, 0, dim,
+                )  # fmt: skip
             store_ratio(values, total, out[row, h])
             if lse.shape[0] > 0:
                 lse[row, h] = np.float32((top + math.log2(total)) * LN2)
@@ -197,7 +202,7 @@ def _array(dtype, ndim):
 
 
 _INT, _FLOAT, _BITS = types.int64, types.float32, types.uint16
-_LISTS = types.Tuple([_array(_INT, ndim) for ndim in (2, 1, 2, 1, 2, 1, 2, 1, 2)])
+_LISTS = types.Tuple([_array(_INT, ndim) for ndim in (2, 1, 2, 1, 2, 1, 2, 1, 2, 1)])
 _ROOM = types.Tuple([_array(_FLOAT, 2)] * 4 + [_array(_INT, 1)] * 2)
 _PARTS = types.Tuple([_array(_FLOAT, 4), _array(_FLOAT, 1)])
 _BF16 = types.void(
@@ -219,7 +224,7 @@ def attend_alone(q, pages, out, lse, scale, tasks, shares, lists, room, parts):
     """One layer in the calling thread: the tasks of every worker, then the merge."""
     for w in range(shares.shape[0] - 1):
         run_tasks(q, pages, scale, shares[w], shares[w + 1], w, tasks, lists, room, parts)
-    merge_splits(out, lse, lists[5], room, parts)
+    merge_splits(out, lse, lists, room, parts)
 
 
 @njit(_BF16, parallel=True)
@@ -227,7 +232,7 @@ def attend_together(q, pages, out, lse, scale, tasks, shares, lists, room, parts
     """One layer by several threads: worker w runs tasks[shares[w]:shares[w + 1]]; then a merge."""
     for w in prange(shares.shape[0] - 1):
         run_tasks(q, pages, scale, shares[w], shares[w + 1], np.int64(w), tasks, lists, room, parts)
-    merge_splits(out, lse, lists[5], room, parts)
+    merge_splits(out, lse, lists, room, parts)
 
 
 attend_float32 = njit(attend_alone.py_func)

@@ -71,8 +71,9 @@ class Planner:
             np.empty((num_rows, splits * SPLIT), np.int64) if has_gaps else NO_LANES,
             np.empty(num_rows * splits * SPLIT, np.int64) if has_gaps else NO_PLACES,
             np.zeros((num_rows, splits), np.int64) if has_gaps else NO_LANES,
+            np.empty(num_rows, np.int64) if call.window is not None else NO_PLACES,
         )
-        lay_out(
+        num_tasks = lay_out(
             starts,
             lengths,
             call.page_table.contiguous().numpy(),
@@ -87,6 +88,7 @@ class Planner:
             tasks,
             costs,
         )
+        tasks, costs = tasks[:num_tasks], costs[:num_tasks]
         workers = threads if costs.sum() > SERIAL_COST else 1
         shares = share_out(tasks, costs, workers)
         lines, width = max(1, most_rows * group), -(-(SPLIT + most_rows) // TILE) * TILE
@@ -153,10 +155,14 @@ def lay_out(
             lanes [T, X * SPLIT], stays [T * X * SPLIT], counts [T, X]: with holes or a window only.
                 Of each split, the stored slots that a row sees, counted from the split's start,
                 their places, and how many they are.
+            begins [T]: with a window only, the first split that any row of its sequence sees.
         tasks: [K, 3] to fill: sequence, kv head, split; whole splits first.
         costs: [K] to fill, in keys times rows.
+
+    Returns:
+        How many tasks there are: none for splits that a window hides from all rows.
     """
-    seqs, slots, own, places, cuts, limits, lanes, stays, counts = lists
+    seqs, slots, own, places, cuts, limits, lanes, stays, counts, begins = lists
     base = 0
     for n in range(kv_len.shape[0]):
         first, rows = q_start[n], q_start[n + 1] - q_start[n]
@@ -166,6 +172,16 @@ def lay_out(
             place = np.int64(table[n, slot // page_size]) * 2 * num_kv_heads * page_size * dim
             for i in range(min(page_size, kv_len[n] - slot)):
                 slots[base + slot + i] = place + i * dim
+        begin = 0
+        if window > 0 and rows > 0:
+            # The first row is the oldest: what it does not see nobody sees.
+            oldest = positions[0, first] - window + 1
+            while (begin + 1) * SPLIT <= stored:
+                entry = ((begin + 1) * SPLIT - 1) // page_size
+                if positions[1 + n, entry] + page_size > oldest:
+                    break
+                begin += 1
+            begins[first : first + rows] = begin
         for row in range(first, first + rows):
             depth, at, piece = 0, 0, 0
             cuts[row, 0] = 0
@@ -183,7 +199,7 @@ def lay_out(
                 at += 1
             cuts[row, piece + 1 :] = at
             limits[row] = stored + depth
-            for slot in range(stored if counts.shape[0] > 0 else 0):
+            for slot in range(begin * SPLIT, stored if counts.shape[0] > 0 else 0):
                 entry, offset, split = slot // page_size, slot % page_size, slot // SPLIT
                 if valid.shape[0] > 0 and not valid[n, entry, 0] <= offset < valid[n, entry, 1]:
                     continue
@@ -198,13 +214,16 @@ def lay_out(
     for is_last in range(2):
         for n in range(kv_len.shape[0]):
             rows, stored = seqs[n, 1], seqs[n, 2]
-            whole = stored // SPLIT
-            for split in range(whole if is_last else 0, whole + 1 if is_last else whole):
+            whole, begin = stored // SPLIT, 0
+            if window > 0 and rows > 0:
+                begin = begins[seqs[n, 0]]
+            for split in range(whole if is_last else begin, whole + 1 if is_last else whole):
                 for head in range(num_kv_heads if rows > 0 else 0):
                     tasks[num, 0], tasks[num, 1], tasks[num, 2] = n, head, split
                     keys = stored % SPLIT + rows if is_last else SPLIT
                     costs[num] = (keys + TILE) * (rows + 1)
                     num += 1
+    return num
 
 
 @njit("int64[::1](int64[:,::1], int64[::1], int64)")

@@ -27,7 +27,7 @@ def attend_split(
 
     flat: (codes, scales), flat.
     """
-    seqs, slots, own, _, cuts, _, lanes, _, counts = lists
+    seqs, slots, own, _, cuts, _, lanes, _, counts, _ = lists
     sums, outs = parts
     dim, group, splits = q.shape[2], q.shape[1] // pages.shape[2], sums.shape[2]
     first, rows, stored, base = seqs[n, 0], seqs[n, 1], seqs[n, 2], seqs[n, 3] + split * SPLIT
@@ -95,7 +95,7 @@ def attend_alone(
     for w in range(shares.shape[0] - 1):
         begin, end = shares[w], shares[w + 1]
         run_tasks(q, pages, flat, factor, begin, end, w, tasks, lists, room, values, parts)
-    merge_splits(out, lse, lists[5], room, parts)
+    merge_splits(out, lse, lists, room, parts)
 
 
 @njit(parallel=True)
@@ -107,4 +107,4 @@ def attend_together(
     for w in prange(shares.shape[0] - 1):
         begin, end, worker = shares[w], shares[w + 1], np.int64(w)
         run_tasks(q, pages, flat, factor, begin, end, worker, tasks, lists, room, values, parts)
-    merge_splits(out, lse, lists[5], room, parts)
+    merge_splits(out, lse, lists, room, parts)

@@ -278,14 +278,14 @@ def differing_rows(
     return int((~same).sum())
 
 
-def problem(backend: Attends, shape: Shape) -> str | None:
+def problem(backend: Attends, shape: Shape, window: int | None = None) -> str | None:
     """Why the backend must not be used for this shape, or None. Compiles for seconds."""
     rng = random.Random(7)
     # As many rows as a step of the default drafter, and more than one block of them.
     many_rows = MANY_ROWS * shape.num_kv_heads // shape.num_heads + 1
     for rows, histories in ((16, (0, 37, 1000, 4096)), (many_rows, (70, 1000))):
         trees = [random_tree(rows, 16, rng) for _ in histories]
-        case = make_case(shape, trees, histories, seed=7)
+        case = make_case(shape, trees, histories, seed=7, window=window)
         out_error, lse_error = errors(backend, case)
         limit = TOLERANCES[shape.dtype]
         # Written so that NaN fails.

@@ -153,6 +153,13 @@ def _exists(slot, lane, valid, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _near_new(slot, lane, span, WINDOW: tl.constexpr):
+    """[BLOCK_N] which slots of a turn some new row may see, where slots are positions. Others may
+    be of pages that were let go of."""
+    return slot + lane > tl.load(span + 1) - WINDOW
+
+
+@triton.jit
 def _in_window(slot, lane, row_slots, span, page_pos, PAGE: tl.constexpr, HOLES: tl.constexpr,
                WINDOW: tl.constexpr):  # fmt: skip
     """[BLOCK_M, BLOCK_N] which keys of a turn are near enough to a row."""
@@ -210,6 +217,10 @@ def _attend(
             exists = _exists(slot, lane, valid, PAGE)
             keys = tl.load(tile, mask=exists[:, None] & (d < DIM)[None, :], other=0.0)
             values = tl.load(tile + KINDS, mask=exists[:, None] & (d < DIM)[None, :], other=0.0)
+        elif WINDOW > 0:
+            kept = _near_new(slot, lane, span, WINDOW)[:, None] & (d < DIM)[None, :]
+            keys = tl.load(tile, mask=kept, other=0.0)
+            values = tl.load(tile + KINDS, mask=kept, other=0.0)
         elif DIM == DIM_PAD:
             keys = tl.load(tile)
             values = tl.load(tile + KINDS)
@@ -227,7 +238,13 @@ def _attend(
         page = tl.load(table + slot // PAGE).to(tl.int64)
         tile = pages + page * (2 * KINDS) + slot % PAGE * DIM + inner
         # What nobody wrote may be NaN, also where no row looks.
-        is_stored = (slot + lane < stop)[:, None] & (d < DIM)[None, :]
+        stored = slot + lane < stop
+        if WINDOW > 0:
+            if HOLES:
+                stored = stored & _exists(slot, lane, valid, PAGE)
+            else:
+                stored = stored & _near_new(slot, lane, span, WINDOW)
+        is_stored = stored[:, None] & (d < DIM)[None, :]
         keys = tl.load(tile, mask=is_stored, other=0.0)
         values = tl.load(tile + KINDS, mask=is_stored, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
@@ -283,6 +300,8 @@ def _attend_codes(
         seen = slot + lane < stop
         if HOLES:
             seen = seen & _exists(slot, lane, valid, PAGE)
+        elif WINDOW > 0:
+            seen = seen & _near_new(slot, lane, span, WINDOW)
         keys, k_factor = load_tile(
             pages + line * COLUMNS, scales + line * PER_SLOT, lane * COLUMNS, lane * PER_SLOT,
             seen, DIM, DIM_PAD, CODE, dtype,

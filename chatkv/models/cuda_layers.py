@@ -166,14 +166,20 @@ class Layers:
         """Run rows of any sequences: K/V into the pages, logits of all rows into the room."""
         spec, weights = self.spec, self.weights
         assert rows.call is not None, "a step attends to pages"
-        plan = self.backend.plan(
-            rows.call, spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size
-        )
+        calls = {window: rows.call.within(window) for window in {*spec.windows} or {None}}
+        plans = {
+            window: self.backend.plan(
+                call, spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size
+            )
+            for window, call in calls.items()
+        }
         x = self._begin(rows, room)
         for place, (layer, stored) in enumerate(zip(weights.layers, pool.layers, strict=True)):
             self._project_heads(layer, self._rotaries[place], x, rows, room, *stored)
-            pages, scales = stored
-            attended, _ = self.backend.attend(rows.call, room.q, pages, scales=scales, plan=plan)
+            (pages, scales), window = stored, spec.window(place)
+            attended, _ = self.backend.attend(
+                calls[window], room.q, pages, scales=scales, plan=plans[window]
+            )
             self._add(attended.flatten(1), layer.o, self._norms[2 * place + 1], room)
             if self.linear == "triton":
                 skinny.gate_project(x, layer.gate_up, room.act, pdl=self.pdl)
@@ -286,7 +292,10 @@ class Layers:
                 room.qkv, layer.bias, rotary, rows.positions, rows.slots, room.q, pages, scales,
                 heads_a_program=CHUNK_HEADS, pdl=pdl,
             )  # fmt: skip
-            attend_chunk(room.q, pages, table, span, room.q, scales, holes=holes, pdl=pdl)
+            window = self.spec.window(place) or 0
+            attend_chunk(
+                room.q, pages, table, span, room.q, scales, holes=holes, window=window, pdl=pdl
+            )
             library_product(room.q.flatten(1), layer.o, room.x)
             fused.norm_rows(room.hidden, room.x, layer.feed_norm, eps, room.x, pdl=pdl)
             library_product(room.x, layer.gate_up, room.gate_up)

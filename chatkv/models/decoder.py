@@ -259,7 +259,7 @@ class Decoder:
         """
         spec, rows = self.spec, len(tokens)
         stored = self._stored_in(pool)
-        plans = self._plans(call, pool)
+        plans = self._plans(call, positions, pool)
         self._start(tokens)
         cos, sin = self._angles(positions)
         slots = np.ascontiguousarray(slots, np.int64)
@@ -267,13 +267,13 @@ class Decoder:
         last = spec.num_layers - 1
         for layer in range(last):
             self._before(layer, rows, cos, sin, slots, q, stored[layer])
-            self._attend(plans, q, stored[layer], attended)
+            self._attend(plans, layer, q, stored[layer], attended)
             self._after(layer, rows, attended)
             self._keep_tap(layer + 1, rows)
         self._before(last, rows, cos, sin, slots, q, stored[last])
         if wanted is not None and not len(wanted) and not tapped:
             return self._logits(0)
-        self._attend(plans, q, stored[last], attended)
+        self._attend(plans, last, q, stored[last], attended)
         if wanted is not None:
             # Keys and values are stored; only rows that something is wanted of have more to do.
             kept = wanted if not tapped else np.arange(rows - tapped, rows)
@@ -300,20 +300,30 @@ class Decoder:
             self._stored = (pool, layers)
         return self._stored[1]
 
-    def _plans(self, call: AttentionCall, pool: PagePool) -> dict[int, CpuPlan]:
-        """A plan by the columns of a row, 0 for rows that are stored plain."""
+    def _plans(
+        self, call: AttentionCall, positions: np.ndarray, pool: PagePool
+    ) -> dict[tuple[int, int | None], CpuPlan]:
+        """A plan by the columns of a row, 0 for rows that are stored plain, and the window."""
         spec, kv = self.spec, pool.kv
+        windows = set(spec.windows) or {None}
+        if windows != {None}:
+            call = _with_positions(call, positions, pool.page_size)
         kinds = {0} if pool.scales is None else {kv.code_columns(spec.head_dim)}
         if kv.keep_layers:
             kinds.add(0)
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_size)
-        return {columns: self.backend.plan(call, *shape, columns or None) for columns in kinds}
+        return {
+            (columns, window): self.backend.plan(call.within(window), *shape, columns or None)
+            for columns in kinds
+            for window in windows
+        }
 
     def _attend(
-        self, plans: dict[int, CpuPlan], q: np.ndarray, stored: Stored, out: np.ndarray
-    ) -> None:
+        self, plans: dict[tuple[int, int | None], CpuPlan], layer: int, q: np.ndarray,
+        stored: Stored, out: np.ndarray,
+    ) -> None:  # fmt: skip
         pages, scales = stored
-        plan = plans[0 if scales is None else pages.shape[-1]]
+        plan = plans[0 if scales is None else pages.shape[-1], self.spec.window(layer)]
         self.backend.attend_rows(plan, q, pages, out, scales=scales)
 
     def _keep_tap(self, layer: int, rows: int) -> None:
@@ -384,6 +394,16 @@ class Decoder:
         if len(self._room) < rows:
             self._room = np.empty((rows, self.spec.vocab_size), np.float32)
         return self._room[:rows]
+
+
+def _with_positions(call: AttentionCall, positions: np.ndarray, page_size: int) -> AttentionCall:
+    """The call with what a window looks at; where nothing was forgotten, slots are positions."""
+    page_pos = call.page_pos
+    if page_pos is None:
+        sequences, entries = call.page_table.shape
+        page_pos = page_size * torch.arange(entries, dtype=torch.int32).expand(sequences, -1)
+    q_pos = torch.from_numpy(positions.astype(np.int32))
+    return replace(call, q_pos=q_pos, page_pos=page_pos)
 
 
 def _rows(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """Reading a model folder as Hugging Face lays it out: config.json, safetensors, tokenizer.json.
 
-Knows the names and settings of the Llama family: Llama 2 and 3, Mistral, Qwen2, Qwen3. Knows no
-forward pass. What cannot be run as it is meant is refused, never bent.
+Knows the names and settings of the Llama family: Llama 2 and 3, Mistral, Ministral, Qwen2, Qwen3.
+Knows no forward pass. What cannot be run as it is meant is refused, never bent.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from chatkv.errors import BadWeights
 from chatkv.models.dense import DenseLayer, DenseWeights, expect_room
 from chatkv.models.spec import ModelSpec
 from chatkv.models.weights import known_sha256
+from chatkv.models.windows import windows_of
 from chatkv.tokenizer import Tokenizer
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
@@ -225,23 +227,24 @@ class ModelFolder:
             head_dim = int(config.get("head_dim") or hidden // heads)
             rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
             theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-            limit = int(config["max_position_embeddings"])
+            limit, layers = int(config["max_position_embeddings"]), int(config["num_hidden_layers"])
             return ModelSpec(
                 name=self.path.name,
                 architecture=ARCHITECTURES[kind],
-                num_layers=int(config["num_hidden_layers"]),
+                num_layers=layers,
                 hidden_size=hidden,
                 num_heads=heads,
                 num_kv_heads=int(config.get("num_key_value_heads") or heads),
                 head_dim=head_dim,
                 intermediate_size=int(config["intermediate_size"]),
                 vocab_size=int(config["vocab_size"]),
-                context_limit=min(limit, self._window() or limit),
+                context_limit=limit,
                 rope_theta=theta,
                 norm_eps=float(config.get("rms_norm_eps", 1e-6)),
                 eos_ids=self._eos_ids(),
                 weights_digest=self._digest(),
                 rope_factors=rope_factors(self.path, rope, theta, head_dim),
+                windows=windows_of(self.path, ARCHITECTURES[kind], config, layers, limit),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BadWeights(
@@ -266,13 +269,6 @@ class ModelFolder:
                 f"{self.path} is quantised.",
                 hint="Use the folder with bfloat16 or float16 weights.",
             )
-
-    def _window(self) -> int | None:
-        """A context no longer than the sliding window needs no window."""
-        if self.config.get("use_sliding_window") is False:
-            return None
-        window = self.config.get("sliding_window")
-        return None if window is None else int(window)
 
     def _eos_ids(self) -> tuple[int, ...]:
         ids: set[int] = set()

@@ -15,6 +15,7 @@ import numpy as np
 
 from chatkv.errors import BadWeights
 from chatkv.models.spec import ModelSpec
+from chatkv.models.windows import of_layers
 
 ARCHITECTURES = ("llama",)
 LINEAR_TYPES = ("Q4_0", "Q4_1", "Q8_0")
@@ -114,22 +115,26 @@ class GgufFile:
                 if self.has("rope_freqs.weight")
                 else ()
             )
+            layers, limit = (
+                int(self.field(f"llama.{key}")) for key in ("block_count", "context_length")
+            )
             spec = ModelSpec(
                 name=name,
                 architecture="llama",
-                num_layers=int(self.field("llama.block_count")),
+                num_layers=layers,
                 hidden_size=hidden,
                 num_heads=heads,
                 num_kv_heads=int(self.field("llama.attention.head_count_kv", heads)),
                 head_dim=head_dim,
                 intermediate_size=int(self.field("llama.feed_forward_length")),
                 vocab_size=int(self.raw("token_embd.weight").shape[0]),
-                context_limit=int(self.field("llama.context_length")),
+                context_limit=limit,
                 rope_theta=float(self.field("llama.rope.freq_base", 10000.0)),
                 norm_eps=float(self.field("llama.attention.layer_norm_rms_epsilon", 1e-5)),
                 eos_ids=self._eos_ids(),
                 weights_digest=self._digest(),
                 rope_factors=factors,
+                windows=self._windows(layers, limit),
             )
         except TypeError as error:
             raise BadWeights(
@@ -138,6 +143,17 @@ class GgufFile:
         if rotated != head_dim:
             raise BadWeights(f"{self.path} rotates {rotated} of {head_dim} channels.", hint="")
         return spec
+
+    def _windows(self, layers: int, limit: int) -> tuple[int | None, ...]:
+        """In every layer, or in those that the pattern names."""
+        window = int(self.field("llama.attention.sliding_window", 0))
+        pattern = self.field("llama.attention.sliding_window_pattern", [window > 0] * layers)
+        if not isinstance(pattern, list):
+            raise BadWeights(
+                f"{self.path} says by the number {pattern} which layers have a window.",
+                hint="Use a file that lists them.",
+            )
+        return of_layers(self.path, [bool(slides) for slides in pattern], window, layers, limit)
 
     def _eos_ids(self) -> tuple[int, ...]:
         keys = ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -96,6 +96,8 @@ class CapturedStep:
         entries = pool.pages_for(most_slots(layers.spec, bucket.has_holes) + SPARE_POSITIONS)
         ints, longs = torch.int32, torch.int64
         holes = {"valid": (ints, (count, entries, 2))} if bucket.has_holes else {}
+        if bucket.has_holes and layers.spec.windows:
+            holes["page_pos"] = (ints, (count, entries))
         self.inputs = Staged(
             {
                 **row_fields(bucket.rows),
@@ -137,10 +139,21 @@ class CapturedStep:
                 kv_len=there["kv_len"],
                 ancestors=there["ancestors"],
                 valid=there["valid"] if bucket.has_holes else None,
+                q_pos=there["positions"],
+                page_pos=self._page_pos(),
                 q_start_host=(0, *[min(bucket.longest, bucket.rows)] * count),
                 kv_len_host=(entries * pool.page_size,) * count,
             ),
         )
+
+    def _page_pos(self) -> Tensor | None:
+        """[N, M] positions of entries, if the model has windows. Without holes they are slots."""
+        there = self.inputs.device
+        if not self.layers.spec.windows or "page_pos" in there:
+            return there.get("page_pos")
+        count, entries = there["page_table"].shape
+        starts = torch.arange(entries, dtype=torch.int32, device=self.layers.device)
+        return (self.pool.page_size * starts).repeat(count, 1)
 
     def run(self, batch: ForwardBatch) -> None:
         """Run a batch that fits the bucket. Returns before the device is done."""
@@ -250,6 +263,8 @@ class CapturedStep:
         there["page_table"][:sequences, : table.shape[1]] = table
         if call.valid is not None:
             there["valid"][:sequences, : table.shape[1]] = call.valid.numpy()
+        if call.page_pos is not None and "page_pos" in there:
+            there["page_pos"][:sequences, : table.shape[1]] = call.page_pos.numpy()
 
 
 class StepGraphs:

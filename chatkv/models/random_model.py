@@ -33,6 +33,7 @@ TEMPLATE = (
 def _shape(
     layers: int, hidden: int, heads: tuple[int, int, int], inner: int, vocab: int, theta: float,
     *, context: int = 8192, eps: float = 1e-5, architecture: str = "llama",
+    windows: tuple[int | None, ...] = (),
 ) -> ModelSpec:  # fmt: skip
     return ModelSpec(
         name="",
@@ -49,6 +50,7 @@ def _shape(
         norm_eps=eps,
         eos_ids=(EOS,),
         weights_digest="",
+        windows=windows,
     )
 
 
@@ -56,6 +58,13 @@ SHAPES = {
     "tiny": _shape(2, 128, (4, 2, 64), 256, 320, 1e4, context=2048),
     "tiny-qwen2": _shape(2, 128, (4, 2, 64), 256, 320, 1e6, context=2048, architecture="qwen2"),
     "tiny-qwen3": _shape(2, 128, (4, 2, 64), 256, 320, 1e6, context=2048, architecture="qwen3"),
+    "tiny-windows": _shape(
+        2, 128, (4, 2, 64), 256, 320, 1e4, context=2048, architecture="mistral", windows=(100, 100)
+    ),
+    "tiny-mixed": _shape(
+        3, 128, (4, 2, 64), 256, 320, 1e6, context=2048, architecture="qwen2",
+        windows=(None, 150, 40),
+    ),
     "smollm2-135m": _shape(30, 576, (9, 3, 64), 1536, 49152, 1e5),
     "smollm2-1.7b": _shape(24, 2048, (32, 32, 64), 8192, 49152, 1.3e5),
     "qwen2-0.5b": _shape(24, 896, (14, 2, 64), 4864, 151936, 1e6, architecture="qwen2"),

@@ -30,6 +30,9 @@ class ModelSpec:
     """SHA-256 over the quantised content of all tensors, hex."""
     rope_factors: tuple[float, ...] = ()
     """Divisors of the rotary frequencies, [head_dim / 2]; empty when there are none."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer: a row sees keys whose position is above its own less this, or all where it is
+    None. Empty when every layer sees all."""
     numerics: str = ""
     """Name and version of the linear kernels and formats: a change is a change of bits."""
 
@@ -41,9 +44,19 @@ class ModelSpec:
         return frequencies / np.array(self.rope_factors or 1.0, np.float64)
 
     @property
+    def widest_window(self) -> int | None:
+        """Positions behind which no layer sees anything; None where some layer sees all."""
+        known = [window for window in self.windows if window is not None]
+        return max(known) if known and len(known) == len(self.windows) else None
+
+    def window(self, layer: int) -> int | None:
+        """Of one layer, counted from 0."""
+        return self.windows[layer] if self.windows else None
+
+    @property
     def no_rebase(self) -> str:
         """What forbids to move the positions of stored keys; empty if nothing does."""
-        return ""
+        return "sliding-window layers" if self.windows else ""
 
     @property
     def parameters(self) -> int:
@@ -53,14 +66,16 @@ class ModelSpec:
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
-    def identity(self, page_tokens: int, backend: str) -> dict[str, str | int | list[str]]:
+    def identity(self, page_tokens: int, backend: str) -> dict[str, object]:
         """What a stored page depends on, for the fingerprint. Floats as hex strings.
 
         Args:
             page_tokens: Tokens a page holds.
             backend: The attention backend with mode and numerics version.
         """
+        windows = {"windows": list(self.windows)} if self.windows else {}
         return {
+            **windows,
             "architecture": self.architecture,
             "weights": self.weights_digest,
             "layers": self.num_layers,

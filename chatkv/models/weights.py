@@ -24,7 +24,7 @@ from chatkv.models.gguf_file import GgufFile
 from chatkv.models.packing import KINDS, group_bytes, pack, unpack
 from chatkv.models.spec import ModelSpec
 
-CONVERTER = 1
+CONVERTER = 2
 """Version of the converted folder, part of its name."""
 FILES = ("model.safetensors", "tokenizer.json", "chat.json")
 Progress = Callable[[str, int, int], None]
@@ -110,7 +110,7 @@ def _read(folder: Path, name: str, report: Progress) -> Weights:
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         fields = manifest["spec"]
-        for key in ("eos_ids", "rope_factors"):
+        for key in ("eos_ids", "rope_factors", "windows"):
             fields[key] = tuple(fields[key])
         spec = ModelSpec(**{**fields, "name": name})
         for other in FILES[1:]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+)
 
 from chatkv.models import catalog, weights
 from chatkv.models.catalog import ModelFile
@@ -45,6 +51,8 @@ def write_gguf(
     template: str = TEMPLATE,
     head_dim: int = DIM,
     seed: int = 0,
+    window: int | None = None,
+    slides: list[bool] | None = None,
 ) -> Path:
     """A random Llama of three layers with a byte-level tokenizer."""
     tokens = [*SPECIAL, *byte_characters(), *(m.replace(" ", "") for m in MERGES)]
@@ -62,6 +70,10 @@ def write_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
+    if window is not None:
+        writer.add_sliding_window(window)
+    if slides is not None:
+        writer.add_sliding_window_pattern(slides)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
@@ -101,10 +113,18 @@ def write_gguf(
     return path
 
 
-def oracle_of(model: Weights) -> LlamaForCausalLM:
-    """transformers' Llama in float32 with our dequantised tensors."""
+def oracle_of(model: Weights) -> Any:
+    """transformers' Llama in float32 with our dequantised tensors; with windows, its Ministral."""
     spec = model.spec
-    config = LlamaConfig(
+    kinds, windows = (LlamaConfig, LlamaForCausalLM), {}
+    if spec.windows:
+        kinds = (MinistralConfig, MinistralForCausalLM)
+        types = {True: "full_attention", False: "sliding_attention"}
+        windows = {
+            "sliding_window": max(window for window in spec.windows if window is not None),
+            "layer_types": [types[window is None] for window in spec.windows],
+        }
+    config = kinds[0](
         hidden_size=spec.hidden_size,
         num_hidden_layers=spec.num_layers,
         num_attention_heads=spec.num_heads,
@@ -116,6 +136,7 @@ def oracle_of(model: Weights) -> LlamaForCausalLM:
         max_position_embeddings=spec.context_limit,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
         tie_word_embeddings=False,
+        **windows,
     )
     tensors = {
         "model.embed_tokens.weight": model.dense(model.vocabulary),
@@ -139,7 +160,7 @@ def oracle_of(model: Weights) -> LlamaForCausalLM:
             "post_attention_layernorm": model.norms[2 * i + 1],
         }
         tensors |= {f"model.layers.{i}.{name}.weight": part for name, part in parts.items()}
-    oracle = LlamaForCausalLM(config).eval().requires_grad_(False)
+    oracle = kinds[1](config).eval().requires_grad_(False)
     oracle.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()})
     return oracle
 
@@ -184,7 +205,7 @@ def make_gguf() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def make_oracle() -> Callable[[Weights], LlamaForCausalLM]:
+def make_oracle() -> Callable[[Weights], Any]:
     return oracle_of
 
 
