@@ -48,8 +48,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
     ),
-    "mistral": ("Mistral", {"head_dim": 32, "sliding_window": 128}),
+    "mistral": ("Mistral", {"head_dim": 32, "sliding_window": 20}),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "qwen2": ("Qwen2", {}),
+    "qwen2-mixed": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
 }
 
@@ -76,14 +88,18 @@ def plain_logits(weights: DenseWeights, ids: list[int]) -> torch.Tensor:
     rotary = Layers(weights, backend=None)._rotaries  # type: ignore[arg-type]
     hidden = weights.embedding[ids].clone()
     x, where = torch.empty_like(hidden), torch.arange(rows, dtype=torch.int32)
-    for layer, angles in zip(weights.layers, rotary, strict=True):
+    for place, (layer, angles) in enumerate(zip(weights.layers, rotary, strict=True)):
         fused.norm_rows_plain(hidden, None, layer.attention_norm, spec.norm_eps, x)
         q = torch.zeros(rows, spec.num_heads, spec.head_dim)
         pages = torch.zeros(1, 2, spec.num_kv_heads, 64, spec.head_dim)
         qkv = x @ layer.qkv.T
         heads_triton.rotate_rows_plain(qkv, layer.bias, angles, where, where.long(), q, pages)
         keys, values = pages[0, :, :, :rows]
-        attended = attend_chunk_plain(q, keys, values, 0, spec.head_dim**-0.5)
+        window, scale = spec.window(place), spec.head_dim**-0.5
+        if window is None:
+            attended = attend_chunk_plain(q, keys, values, 0, scale)
+        else:
+            attended = without_old_keys(q, keys, values, window, scale)
         fused.norm_rows_plain(
             hidden, attended.flatten(1) @ layer.o.T, layer.feed_norm, spec.norm_eps, x
         )
@@ -92,6 +108,23 @@ def plain_logits(weights: DenseWeights, ids: list[int]) -> torch.Tensor:
         hidden += act @ layer.down.T
     fused.norm_rows_plain(hidden, None, weights.norm, spec.norm_eps, x)
     return x @ weights.head.T
+
+
+def without_old_keys(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int, scale: float
+) -> torch.Tensor:
+    """Each row alone, with the keys deleted that its window hides."""
+    rows = []
+    for row in range(len(q)):
+        first = max(0, row - window + 1)
+        seen = slice(first, row + 1)
+        rows.append(
+            attend_chunk_plain(q[row][None], keys[:, seen], values[:, seen], row - first, scale)
+        )
+    return torch.cat(rows)
+
+
+WINDOWS = {"mistral": (20, 20), "ministral": (7, None), "qwen2-mixed": (None, 11)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,7 +137,8 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path):
     actual = plain_logits(weights, ids)
     assert torch.allclose(actual, expected, rtol=1e-3, atol=2e-4), (actual - expected).abs().max()
     assert (weights.head is weights.embedding) == (family == "llama3")
-    assert folder.spec.context_limit == (128 if family == "mistral" else 256)
+    assert folder.spec.context_limit == 256
+    assert folder.spec.windows == WINDOWS.get(family, ())
     assert folder.spec.eos_ids == (256,)
 
 

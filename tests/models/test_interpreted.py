@@ -40,4 +40,4 @@ def test_kernels_in_the_interpreter():
 
 @pytest.mark.slow
 def test_the_whole_pass_in_the_interpreter():
-    run("interpreted_decoder.py", "interpreted_eagle.py")
+    run("interpreted_decoder.py", "interpreted_eagle.py", "interpreted_windows.py")
