@@ -169,7 +169,7 @@ class Engine:
             id=self._next_id,
             tokens=ids,
             sampled=flags,
-            table=PageTable(self.pool),
+            table=PageTable(self.pool, self.model.spec.widest_window),
             sampler=Sampler(params, tokens, grammar),
             chain=chain,
             eos_ids=self.model.spec.eos_ids,

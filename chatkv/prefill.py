@@ -25,7 +25,7 @@ from chatkv.batch import chain_batch
 from chatkv.errors import OutOfPages, StoreError
 from chatkv.kv.chain import Chain
 from chatkv.kv.keys import op_key, page_key
-from chatkv.kv.layout import Span, stages
+from chatkv.kv.layout import Span, Stage, stages
 from chatkv.kv.ops import Op
 from chatkv.kv.planner import Rates
 from chatkv.kv.pool import PagePool
@@ -199,11 +199,13 @@ class Prompts:
         seq.expect_whole()
 
     def remember(self, seq: Sequence, before: int) -> None:
-        """Offer the pages that became complete since `before` ids to others, and to the disk."""
+        """Offer the pages that became complete since `before` ids to others, and to the disk; then
+        let go of those that no layer will look at again."""
         size, base = self.pool.page_size, seq.table.stage.base
         done = (before - base) // size
         for first in range(base + done * size, seq.table.num_tokens - size + 1, size):
             self._keep(seq, first, size)
+        seq.table.let_go()
 
     def finish(self, seq: Sequence) -> None:
         """Keep the tail page and the witness too; offer again what the queue had no room for."""
@@ -217,13 +219,18 @@ class Prompts:
         spans = table.spans()
         stops = [min(self._stop(seq, span), table.num_tokens) for span in spans]
         keys = [seq.chain.key(span.first, stop) for span, stop in zip(spans, stops, strict=True)]
-        self.prefix.touch(keys)
+        self.prefix.touch(keys[table.gone :])
         if self.saver is None:
             return
-        for entry, span in enumerate(spans):
-            if span.first in seq.unsaved:
-                page = table.originals.get(entry, table.pages[entry])
-                self._save(seq, span.first, stops[entry] - span.first, page)
+        for entry, (span, stop, key) in enumerate(zip(spans, stops, keys, strict=True)):
+            if span.first not in seq.unsaved:
+                continue
+            if entry >= table.gone:
+                page = table.originals.get(entry, table.page(entry))
+                self._save(seq, span.first, stop - span.first, page)
+            for page in self.prefix.match([key]) if entry < table.gone else ():
+                self._save(seq, span.first, stop - span.first, page)
+                self.pool.release(page)
         if self.tiers is not None and self.saver.on:
             store, rates = self.saver.store, self.tiers.rates.to_json()
             self.saver.after_pages(lambda: store.keep_rates(rates))
@@ -248,10 +255,13 @@ class Prompts:
             self.saver.flush(1.0)
         if tiers is not None:
             # To compute again what stands behind an op takes all ids, also those it dropped.
-            tiers.begin(compares=not seq.ops)
+            # So it does to compute again what a window has left behind.
+            window = seq.table.window
+            hides = window is not None and len(seq.tokens) > window
+            tiers.begin(compares=not seq.ops and not hides)
         known = len(seq.tokens) - 1
         steps = stages(seq.ops, self.pool.page_size)
-        found = find_prefix(self.pool, self.prefix, tiers, seq.chain, steps, known)
+        found = self._find(seq, tiers, steps, known)
         look = tiers.end() if tiers is not None else Lookup()
         self._adopt(seq, found)
         report.reason = found.reason
@@ -267,7 +277,7 @@ class Prompts:
             if report.verified is False:
                 self._distrust(seq, found)
                 look = Lookup()
-                found = find_prefix(self.pool, self.prefix, None, seq.chain, steps, known)
+                found = self._find(seq, None, steps, known)
                 self._adopt(seq, found)
                 report.reason, report.detail = "damaged", "witness"
             else:
@@ -278,6 +288,12 @@ class Prompts:
         report.reused = found.num_reused
         if report.reason == "new" and found.num_tokens < report.known:
             report.reason, report.detail = self._why(seq, report, look)
+
+    def _find(
+        self, seq: Sequence, tiers: Tiers | None, steps: Seq[Stage], known: int
+    ) -> Found:
+        window = seq.table.window
+        return find_prefix(self.pool, self.prefix, tiers, seq.chain, steps, known, window)
 
     def _adopt(self, seq: Sequence, found: Found) -> None:
         """Fill the table with what was found, keys turned where positions have changed."""
@@ -293,7 +309,7 @@ class Prompts:
         originals = {index: pages[index] for index in turned}
         for index, page in turned.items():
             pages[index] = page
-        seq.table.adopt(pages, found.num_tokens, found.stage, originals)
+        seq.table.adopt(pages, found.num_tokens, found.stage, originals, found.gone)
 
     def _turned(self, seq: Sequence, span: Span, page: int) -> int:
         """The page of a span with its keys at the positions they have now; held for the caller.
@@ -343,7 +359,7 @@ class Prompts:
         table = seq.table
         for stop in _sampled_ends(seq.sampled, table.num_tokens + 1):
             length = stop - 1  # the last chosen id of a reply has no row
-            if length <= max(1, table.stage.base):
+            if length <= max(1, table.first_cut):
                 return None  # what that row saw is not all here
             snapshot = self.saver.store.snapshot(seq.chain.at(length))
             if snapshot is None:
@@ -389,7 +405,7 @@ class Prompts:
         """
         probe = seq.table.fork()
         try:
-            probe.truncate(max(start, probe.stage.base))
+            probe.truncate(max(start, probe.first_cut))
             while probe.num_tokens < stop:
                 self._part(seq, probe, stop)
         except OutOfPages:
@@ -476,7 +492,7 @@ class Prompts:
         """Share a page that will not be written again with whoever has the same prefix."""
         ids, flags = seq.tokens[first : first + rows], seq.sampled[first : first + rows]
         key, parent = seq.chain.key(first, first + rows), seq.chain.parent(first)
-        page = seq.table.pages[seq.table.slot(first) // self.pool.page_size]
+        page = seq.table.page(seq.table.slot(first) // self.pool.page_size)
         self.prefix.insert(key, parent, page, ids, flags)
         self._save(seq, first, rows, page)
 

@@ -231,7 +231,11 @@ def _compute_one(
     try:
         for _ in Prompts(engine.model, engine.pool, scratch, None).fill(seq, PrefillReport()):
             pass
-        computed = engine.pool.image(seq.table.pages[page.index], len(page.ids))
+        held = scratch.match([seq.chain.key(page.first, page.first + len(page.ids))])
+        room = held[0] if held else seq.table.page(page.index)
+        computed = engine.pool.image(room, len(page.ids))
+        for room in held:
+            engine.pool.release(room)
     finally:
         scratch.clear()
         seq.table.release()

@@ -90,6 +90,12 @@ class TinySpec:
     weights_digest: str = "tiny"
     no_rebase: str = "learned positions"
     parameters: int = 0
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def widest_window(self) -> int | None:
+        known = [window for window in self.windows if window is not None]
+        return max(known) if known and len(known) == len(self.windows) else None
 
 
 class TinyModel:
@@ -137,6 +143,7 @@ class TinyModel:
             "kv_heads": s.num_kv_heads,
             "head_dim": s.head_dim,
             "pool_dtype": "float32",
+            **({"windows": list(s.windows)} if s.windows else {}),
         }
         return kv.identity(about, 4)
 
@@ -171,12 +178,16 @@ class TinyModel:
         self.steps += 1
         self.rows.append(len(batch.tokens))
         x = self.embed[batch.tokens] + self._where(batch.positions)
-        outs = []
+        call, outs = batch.call, []
+        if self.spec.windows:
+            call = call.with_positions(batch.positions, pool.page_size)
         for layer in range(self.spec.num_layers):
+            if self.spec.windows:
+                call = call.within(self.spec.windows[layer])
             q, k, v = self._split(_by_row(self.qkv[layer], x))
             self._write(pool, layer, batch.slots, k, v)
             pages, scales = pool.layers[layer]
-            out, _ = self.backend.attend(batch.call, torch.from_numpy(q), pages, scales=scales)
+            out, _ = self.backend.attend(call, torch.from_numpy(q), pages, scales=scales)
             x = x + np.tanh(_by_row(self.out[layer], out.numpy().reshape(len(x), -1)))
             outs.append(x)
         tapped = self._tapped(outs)
@@ -220,8 +231,8 @@ class TinyModel:
             for row in range(stop):
                 page, offset = divmod(start + row, pool.page_size)
                 kv[:, row] = values[page, :, :, offset]
-            valid = None if holes is None else holes.valid
-            out = _chunk(q, kv[0], kv[1], values, start, valid)
+            window = s.windows[layer] if s.windows else None
+            out = _chunk(q, kv[0], kv[1], values, start, holes, window, known)
             rows = out[first:stop].contiguous().numpy().reshape(len(x), -1)
             x = x + np.tanh(_by_row(self.out[layer], rows))
             outs.append(x)
@@ -272,16 +283,32 @@ def _chunk(
     v: torch.Tensor,
     pages: torch.Tensor,
     start: int,
-    valid: np.ndarray | None,
+    holes: Holes | None,
+    window: int | None,
+    known: int,
 ) -> torch.Tensor:
     """[C, HQ, D] attention of one chunk by a library, whose bits depend on the chunk's shape."""
+    where = np.arange(start + len(q))
+    if holes is not None:
+        past = np.arange(start)
+        past = holes.page_pos[past // pages.shape[3]] + past % pages.shape[3]
+        where = np.concatenate([past, where[start:] + holes.ahead])
+    own = where[start:, None]
+    new = where[known] if known < len(where) else 0
     count, group = -(-start // pages.shape[3]), q.shape[1] // k.shape[1]
     history = pages[:count].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :start]
-    if valid is not None:
-        seen = [slot for slot in range(start) if _is_seen(slot, pages.shape[3], valid)]
-        history, start = history[:, :, seen], len(seen)
+    if holes is not None:
+        size, valid = pages.shape[3], holes.valid
+        seen = [slot for slot in range(start) if _is_seen(slot, size, valid)]
+        history, where = history[:, :, seen], np.concatenate([where[seen], where[start:]])
+        start = len(seen)
     keys, values = torch.cat([history, torch.stack([k, v]).transpose(1, 2)], dim=2)
     mask = torch.ones(len(q), start + len(q), dtype=torch.bool).tril(start)
+    if window is not None:
+        mask &= torch.from_numpy(where[None] > own - window)
+        hidden = torch.from_numpy(where <= new - window)  # of pages that were let go of
+        keys, values = keys.clone(), values.clone()
+        keys[:, hidden], values[:, hidden] = 0, 0
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys.repeat_interleave(group, 0)[None],

@@ -88,10 +88,11 @@ class Talk:
 
 
 def images(on: Engine, seq: Seq) -> list[tuple[int, int, bytes]]:
-    """The K/V bytes in sight."""
+    """The K/V bytes in sight, but for those that every window hides."""
+    spans = seq.table.spans()[seq.table.gone :]
     return [
         (span.first, span.lo, on.pool.image(page, span.hi))
-        for page, span in zip(seq.table.pages, seq.table.spans(), strict=True)
+        for page, span in zip(seq.table.pages, spans, strict=True)
     ]
 
 

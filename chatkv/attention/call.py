@@ -127,6 +127,20 @@ class AttentionCall:
             kv_len_host=tuple(kv_len),
         )
 
+    def with_positions(self, positions: np.ndarray, page_size: int) -> AttentionCall:
+        """The same call on the CPU with what a window looks at.
+
+        Args:
+            positions: [T] of the rows.
+            page_size: S. Where the call does not say where its entries stand, slots are positions.
+        """
+        page_pos = self.page_pos
+        if page_pos is None:
+            sequences, entries = self.page_table.shape
+            page_pos = page_size * torch.arange(entries, dtype=torch.int32).expand(sequences, -1)
+        q_pos = torch.from_numpy(np.asarray(positions).astype(np.int32))
+        return replace(self, q_pos=q_pos, page_pos=page_pos)
+
     def within(self, window: int | None) -> AttentionCall:
         """The same call for a layer with that window. Needs `q_pos` and `page_pos` if it is one."""
         return self if window == self.window else replace(self, window=window)

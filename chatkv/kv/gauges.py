@@ -32,7 +32,7 @@ def gauges(pool: PagePool, tables: Iterable[PageTable]) -> Gauges:
     size = pool.page_size
     for table in tables:
         holes = table.holes()
-        for entry, page in enumerate(table.pages):
+        for entry, page in enumerate(table.pages, table.gone):
             low, high = (0, size) if holes is None else map(int, holes.valid[entry])
             count = max(0, min(high, table.length - entry * size) - low)
             # A page whose keys were turned keeps the one that it was made from.

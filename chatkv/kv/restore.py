@@ -5,7 +5,7 @@ Knows keys, pages and the store's protocol; no model. Whether what was read is r
 own eyes is checked by the engine before `publish` lets others see it.
 
 Of a path that forgot, only what it still sees is looked for: behind its last op if all of that is
-known, else behind the one before.
+known, else behind the one before. Where every layer has a window, only what the next id sees.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from chatkv.kv.layout import Span, Stage
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.store import PageHead, PageImage, Readable
+from chatkv.kv.window import first_seen, most_pages
 
 
 @dataclass(slots=True)
@@ -31,6 +32,8 @@ class Found:
     pages: list[int] = field(default_factory=list[int])
     """Of the stage's spans, keys as first computed; then those filled behind its base. The last
     page may hold more rows than are ours."""
+    gone: int = 0
+    """First entries that no id to come sees: `pages` holds those behind."""
     num_tokens: int = 0
     restored: list[tuple[int, PageHead]] = field(default_factory=list[tuple[int, PageHead]])
     """Pages that came from disk, and what they are. Nobody else sees them before `publish`."""
@@ -50,6 +53,7 @@ def find_prefix(
     chain: Chain,
     stages: Sequence[Stage],
     known: int,
+    window: int | None = None,
 ) -> Found:
     """The most ids of a path whose rows are known, as far as they are in sight.
 
@@ -57,11 +61,12 @@ def find_prefix(
         chain: Of the path.
         stages: Before and behind each of its ops.
         known: How many of its ids may be reused.
+        window: Positions behind which no layer sees anything; None if one sees all.
 
     Raises:
         OutOfPages: Never; what does not fit is left out.
     """
-    search = _Search(pool, prefix, store, chain)
+    search = _Search(pool, prefix, store, chain, window)
     ends = [*(stage.base for stage in stages[1:]), known]
     tries = [(stage, min(end, known)) for stage, end in zip(stages, ends, strict=True)]
     tries = [one for one in tries if one[0].base <= known]
@@ -87,7 +92,7 @@ def find_prefix(
 
 def publish(prefix: PrefixCache, found: Found, page_size: int) -> None:
     """Let other sequences find the pages that came from disk, but for one that is written on."""
-    last = found.pages[-1] if found.num_tokens > found.stage.base else None
+    last = found.pages[-1] if found.pages and found.num_tokens > found.stage.base else None
     for page, head in found.restored:
         if head.num_tokens == page_size or page != last:
             prefix.insert(head.key, head.parent_key, page, head.token_ids, head.sampled)
@@ -97,15 +102,21 @@ class _Search:
     """Looks for one path's pages in the pool, then on disk."""
 
     def __init__(
-        self, pool: PagePool, prefix: PrefixCache, store: Readable | None, chain: Chain
-    ) -> None:
+        self, pool: PagePool, prefix: PrefixCache, store: Readable | None, chain: Chain,
+        window: int | None,
+    ) -> None:  # fmt: skip
         self.pool, self.prefix, self.store, self.chain = pool, prefix, store, chain
+        self.window = window
+        self._unread: set[bytes] = set()
+        """Keys of pages that are stored and could not be read."""
 
     def run(self, stage: Stage, end: int) -> Found | None:
         """All that a stage closed, then as much as is known up to `end`.
 
         None if anything of the former is missing, and nothing is held then.
         """
+        if self.window is not None and end > self.window:
+            return self._run_in_window(stage, end, self.window)
         found = Found(stage)
         whole = False
         try:
@@ -126,6 +137,39 @@ class _Search:
             return found
         self.release(found)
         return None
+
+    def _run_in_window(self, stage: Stage, end: int, window: int) -> Found | None:
+        """As `run`, where what the next id does not see need not be known."""
+        size, closed = self.pool.page_size, len(stage.spans)
+        spans = stage.filled(stage.base + (end - stage.base) // size * size, size)
+        reason = "new"
+        while True:
+            pages = most_pages(stage, self._known(spans[closed:]), size, window)
+            found = Found(stage, gone=first_seen(stage, pages, size, window))
+            seen, failed = spans[found.gone : closed + pages], len(self._unread)
+            try:
+                if self._closed(seen, found):
+                    found.num_tokens = stage.base + pages * size
+                    self._edge(end, found)
+                    self.prefix.touch([self._key(span) for span in seen])
+                    return found
+            except OutOfPages:
+                reason = "evicted"
+            except StoreError:
+                reason = "damaged"
+            except BaseException:  # nobody will own what was found
+                self.release(found)
+                raise
+            self.release(found)
+            if reason != "new" or failed == len(self._unread):
+                return None if stage.spans else Found(stage, reason=reason)
+
+    def _known(self, spans: Sequence[Span]) -> list[bool]:
+        """Which of these pages are in the pool, or can be read as far as anybody knows."""
+        keys = [self._key(span) for span in spans]
+        rest = [key for key in keys if key not in self.prefix]
+        stored = set(self.store.find(rest)) if self.store is not None and rest else set()
+        return [key in self.prefix or key in stored - self._unread for key in keys]
 
     def release(self, found: Found | None) -> None:
         """Let go of what was found."""
@@ -154,6 +198,7 @@ class _Search:
             else:
                 image = self._read(stored[first])
                 if image is None:
+                    self._unread.add(stored[first])
                     return False
                 read[first] = self._load(image, found)
             pages[index] = read[first]

@@ -39,19 +39,26 @@ class Holes:
 
 
 class PageTable:
-    """An empty table of `pool`. Holds one reference on each of its pages until `release`."""
+    """An empty table of `pool`. Holds one reference on each of its pages until `release`.
 
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
+    Args:
+        pool: Of its pages.
+        window: Positions behind which no layer of the model sees anything; None if one sees all.
+    """
+
+    def __init__(self, pool: PagePool, window: int | None = None) -> None:
+        self.pool, self.window = pool, window
         self.pages: list[int] = []
-        """Page ids, one an entry. Read only."""
+        """Page ids, one an entry from `gone` on. Read only."""
+        self.gone = 0
+        """First entries whose pages were let go of: no row will look there again. Read only."""
         self.length = 0
         """Slots filled, holes included. Read only; an open reservation is not counted."""
         self.stage = Stage()
         """Entries that an op closed, and where filling went on behind them. Read only."""
         self.originals: dict[int, int] = {}
         """By entry: the page whose keys were turned to make the entry's page. Held too."""
-        self._gone = 0
+        self._ahead = 0
         """Place of an id behind the last op, less its slot."""
         self._edges: tuple[Stage, npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None
         """Of the closed entries, as `holes` says them: they are asked for at every step."""
@@ -61,7 +68,7 @@ class PageTable:
     @property
     def num_tokens(self) -> int:
         """Ids in place, forgotten ones too: the place of the next one."""
-        return self.length + self._gone
+        return self.length + self._ahead
 
     @property
     def position(self) -> int:
@@ -81,35 +88,48 @@ class PageTable:
         """The logical slot of an id behind the last op. Raises ValueError for an earlier one."""
         if place < self.stage.base:
             raise ValueError(f"The id at {place} is before the op at {self.stage.base}.")
-        return place - self._gone
+        return place - self._ahead
 
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """[stop - start] physical slots of the logical ones, reserved ones included."""
-        size = self._size
-        if not 0 <= start <= stop <= len(self.pages) * size:
-            raise ValueError(f"Slots {start} to {stop} of a table with {len(self.pages)} pages.")
+        size, gone = self._size, self.gone
+        if not gone * size <= start <= stop <= self.num_entries * size:
+            here = f"{self.num_entries} pages, {gone} let go of"
+            raise ValueError(f"Slots {start} to {stop} of a table with {here}.")
         first = start // size
-        pages = np.array(self.pages[first : self.pool.pages_for(stop)], dtype=np.int64)
+        pages = np.array(self.pages[first - gone : self.pool.pages_for(stop) - gone], np.int64)
         logical = np.arange(start - first * size, stop - first * size, dtype=np.int64)
         return pages[logical // size] * size + logical % size
 
+    @property
+    def num_entries(self) -> int:
+        """M, of reserved pages and of those let go of too."""
+        return self.gone + len(self.pages)
+
+    def page(self, entry: int) -> int:
+        """Of an entry that is here."""
+        assert entry >= self.gone, f"the page of entry {entry} was let go of"
+        return self.pages[entry - self.gone]
+
     def entries(self) -> npt.NDArray[np.int32]:
-        """[len(pages)] the row of this sequence in an attention call, reserved pages included."""
-        return np.array(self.pages, dtype=np.int32)
+        """[M] the row of this sequence in an attention call, reserved pages included. What stands
+        for a page that was let go of is any page."""
+        return np.array([0] * self.gone + self.pages, dtype=np.int32)
 
     def holes(self) -> Holes | None:
         """What of the entries exists, reserved pages included; None if nothing was forgotten."""
         if not self.stage.ops:
             return None
-        size, stage, closed = self._size, self.stage, len(self.stage.spans)
+        size, stage, closed, count = self._size, self.stage, len(self.stage.spans), self.num_entries
         if self._edges is None or self._edges[0] is not stage:
             self._edges = (stage, *_edges(stage))
-        valid = np.empty((len(self.pages), 2), np.int32)
-        page_pos = np.empty(len(self.pages), np.int32)
+        valid = np.empty((count, 2), np.int32)
+        page_pos = np.empty(count, np.int32)
         _, valid[:closed], page_pos[:closed] = self._edges
         valid[closed:] = 0, size
-        page_pos[closed:] = stage.base - stage.shift + size * np.arange(len(self.pages) - closed)
-        return Holes(valid, page_pos, self._gone - stage.shift)
+        page_pos[closed:] = stage.base - stage.shift + size * np.arange(count - closed)
+        valid[: self.gone] = 0
+        return Holes(valid, page_pos, self._ahead - stage.shift)
 
     @contextmanager
     def reserve(self, n: int) -> Generator[Reservation]:
@@ -126,10 +146,10 @@ class PageTable:
         if n < 1:
             raise ValueError(f"A reservation of {n} rows.")
         before, first, kept = self.pages, self.length, 0
-        full = first // self._size
+        full = first // self._size - self.gone
         shared = [page for page in before[full:] if self.pool.refs(page) > 1]
         untouched = len(before) - len(shared)
-        taken = self.pool.take(self.pool.pages_for(first + n) - untouched)
+        taken = self.pool.take(self.pool.pages_for(first + n) - self.gone - untouched)
         try:
             for src, dst in zip(shared, taken, strict=False):
                 self.pool.copy_into(src, dst)
@@ -153,26 +173,45 @@ class PageTable:
     def fork(self) -> PageTable:
         """A second table with the same content. Pages are shared until one of the two writes."""
         self._check_idle("fork")
-        fork = PageTable(self.pool)
+        fork = PageTable(self.pool, self.window)
         fork.pages = [self.pool.share(page) for page in self.pages]
         fork.originals = {entry: self.pool.share(page) for entry, page in self.originals.items()}
-        fork.length, fork.stage, fork._gone = self.length, self.stage, self._gone
+        fork.length, fork.stage, fork._ahead = self.length, self.stage, self._ahead
+        fork.gone = self.gone
         return fork
+
+    def let_go(self) -> None:
+        """Give back the pages that no row from the next id on sees."""
+        self._check_idle("let_go")
+        if self.window is None:
+            return
+        unseen = self.position - self.window
+        while self.pages and self._newest(self.gone) <= unseen:
+            self.pool.release(self.pages.pop(0))
+            self.gone += 1
+
+    @property
+    def first_cut(self) -> int:
+        """The fewest ids, but for none, that `truncate` can leave: all that the next one would see
+        is here."""
+        if self.window is None or not self.gone:
+            return self.stage.base
+        return max(self.stage.base, self._newest(self.gone - 1) + self.stage.shift + self.window)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` ids; pages without any go back.
 
         Raises:
-            ValueError: `num_tokens` is below 0, above the present one, or between 0 and the last
-                op: what that dropped is not here any more.
+            ValueError: `num_tokens` is below 0, above the present one, or between 0 and
+                `first_cut`: what an op dropped, or a window hid, is not here any more.
         """
         self._check_idle("truncate")
-        if not 0 <= num_tokens <= self.num_tokens or 0 < num_tokens < self.stage.base:
+        if not 0 <= num_tokens <= self.num_tokens or 0 < num_tokens < self.first_cut:
             raise ValueError(f"Cannot cut {self.num_tokens} ids to {num_tokens}.")
-        if num_tokens < self.stage.base:
+        if num_tokens < self.first_cut:
             self._empty()
         else:
-            self._shrink(num_tokens - self._gone)
+            self._shrink(num_tokens - self._ahead)
 
     def adopt(
         self,
@@ -180,16 +219,18 @@ class PageTable:
         num_tokens: int,
         stage: Stage | None = None,
         originals: Mapping[int, int] | None = None,
+        gone: int = 0,
     ) -> None:
         """Fill an empty table with pages whose references the caller took, and now hands over.
 
         The last page may be shared and may hold more rows than `num_tokens` needs.
 
         Args:
-            pages: Those of the stage's spans, then those filled behind its base.
+            pages: Those of the stage's spans, then those filled behind its base; from `gone` on.
             num_tokens: Ids in place.
             stage: What an op closed; None if there was none.
             originals: By entry, pages with keys as first computed, where `pages` has turned ones.
+            gone: First entries that no id to come sees.
 
         Raises:
             ValueError: The table is not empty, or `num_tokens` does not end in the last page. The
@@ -200,12 +241,12 @@ class PageTable:
         if self.pages or self.length:
             raise ValueError(f"The table holds {self.length} slots already.")
         closed = len(stage.spans)
-        if self.pool.pages_for(num_tokens - stage.base) + closed != len(pages):
+        if self.pool.pages_for(num_tokens - stage.base) + closed != gone + len(pages):
             raise ValueError(f"{len(pages)} pages of {self._size} for {num_tokens} ids.")
-        self.pages, self.stage = list(pages), stage
+        self.pages, self.stage, self.gone = list(pages), stage, gone
         self.originals = dict(originals or {})
-        self._gone = stage.base - closed * self._size
-        self.length = num_tokens - self._gone
+        self._ahead = stage.base - closed * self._size
+        self.length = num_tokens - self._ahead
 
     def forget(self, op: Op, turn: Turn | None = None) -> None:
         """Let go of what `op` drops; the next id begins a new page. No row is moved or copied.
@@ -223,10 +264,14 @@ class PageTable:
         if op.at != self.num_tokens:
             raise ValueError(f"An op at {op.at}, with {self.num_tokens} ids in place.")
         stage, entries = self.stage.narrowed(self.spans(), op)
+        gone = sum(entry < self.gone for entry in entries)
         pages: dict[int, int] = {}
         originals: dict[int, int] = {}
         for index, (span, entry) in enumerate(zip(stage.spans, entries, strict=True)):
-            page, source = self.pages[entry], self.originals.get(entry, self.pages[entry])
+            if index < gone:
+                continue
+            page = self.page(entry)
+            source = self.originals.get(entry, page)
             moves = span.shift != self._shift_of(entry)
             if not moves:
                 pages[index] = self.pool.share(page)
@@ -235,16 +280,16 @@ class PageTable:
         self._empty()
         try:
             for index, span in enumerate(stage.spans):
-                if index not in pages:
+                if index >= gone and index not in pages:
                     assert turn is not None, f"{op} moves positions"
                     pages[index] = turn(span, originals[index])
         except BaseException:
             self._release([*pages.values(), *originals.values()])
             raise
-        self.pages = [pages[index] for index in range(len(stage.spans))]
-        self.originals, self.stage = originals, stage
-        self.length = len(pages) * self._size
-        self._gone = op.at - self.length
+        self.pages = [pages[index] for index in range(gone, len(stage.spans))]
+        self.originals, self.stage, self.gone = originals, stage, gone
+        self.length = len(stage.spans) * self._size
+        self._ahead = op.at - self.length
 
     def release(self) -> None:
         """Give all pages back. The table is of no use afterwards."""
@@ -256,6 +301,13 @@ class PageTable:
     def _size(self) -> int:
         return self.pool.page_size
 
+    def _newest(self, entry: int) -> int:
+        """The last position that an entry has rows for."""
+        spans, stage = self.stage.spans, self.stage
+        if entry < len(spans):
+            return spans[entry].first + spans[entry].hi - 1 - spans[entry].shift
+        return stage.base + (entry - len(spans) + 1) * self._size - 1 - stage.shift
+
     def _shift_of(self, entry: int) -> int:
         spans = self.stage.spans
         return spans[entry].shift if entry < len(spans) else self.stage.shift
@@ -263,14 +315,14 @@ class PageTable:
     def _empty(self) -> None:
         self._release([*self.pages, *self.originals.values()])
         self.pages, self.originals, self.stage = [], {}, Stage()
-        self.length = self._gone = 0
+        self.length = self._ahead = self.gone = 0
 
     def _release(self, pages: Sequence[int]) -> None:
         for page in pages:
             self.pool.release(page)
 
     def _shrink(self, length: int) -> None:
-        kept = max(self.pool.pages_for(length), len(self.stage.spans))
+        kept = max(self.pool.pages_for(length), len(self.stage.spans)) - self.gone
         self._release(self.pages[kept:])
         del self.pages[kept:]
         self.length = length

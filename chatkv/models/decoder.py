@@ -307,7 +307,7 @@ class Decoder:
         spec, kv = self.spec, pool.kv
         windows = set(spec.windows) or {None}
         if windows != {None}:
-            call = _with_positions(call, positions, pool.page_size)
+            call = call.with_positions(positions, pool.page_size)
         kinds = {0} if pool.scales is None else {kv.code_columns(spec.head_dim)}
         if kv.keep_layers:
             kinds.add(0)
@@ -394,16 +394,6 @@ class Decoder:
         if len(self._room) < rows:
             self._room = np.empty((rows, self.spec.vocab_size), np.float32)
         return self._room[:rows]
-
-
-def _with_positions(call: AttentionCall, positions: np.ndarray, page_size: int) -> AttentionCall:
-    """The call with what a window looks at; where nothing was forgotten, slots are positions."""
-    page_pos = call.page_pos
-    if page_pos is None:
-        sequences, entries = call.page_table.shape
-        page_pos = page_size * torch.arange(entries, dtype=torch.int32).expand(sequences, -1)
-    q_pos = torch.from_numpy(positions.astype(np.int32))
-    return replace(call, q_pos=q_pos, page_pos=page_pos)
 
 
 def _rows(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

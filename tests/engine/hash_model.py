@@ -31,7 +31,9 @@ def number(seen: Sequence[int], token: int, position: int, how: int) -> int:
     return crc32(packed) & 0xFFFFF
 
 
-def expected(ids: Sequence[int], sampled: Sequence[bool], ops: Sequence[Op]) -> list[int]:
+def expected(
+    ids: Sequence[int], sampled: Sequence[bool], ops: Sequence[Op], window: int | None = None
+) -> list[int]:
     """The number of every id, forgotten ones too, each from what it saw when it was computed."""
     numbers: list[int] = []
     run = 0
@@ -39,7 +41,9 @@ def expected(ids: Sequence[int], sampled: Sequence[bool], ops: Sequence[Op]) -> 
     for place, (token, chosen) in enumerate(zip(ids, sampled, strict=True)):
         if chosen or place in edges or (place and sampled[place - 1]):
             run = place
-        seen = [numbers[i] for a, b in live_ranges(ops, place) for i in range(a, b)]
+        oldest = 0 if window is None else place - window + 1
+        live = live_ranges(ops, place)
+        seen = [numbers[i] for a, b in live for i in range(max(a, oldest), b)]
         how = -1 if chosen else (place - run) % CHUNK
         numbers.append(number(seen, token, next_position(ops, place), how))
     return numbers
@@ -50,8 +54,8 @@ class HashModel:
 
     device, max_step_rows, page_size, backend_name = "cpu", 5, SIZE, "hash"
 
-    def __init__(self) -> None:
-        self.spec = SimpleNamespace(rope_frequencies=np.ones(1))
+    def __init__(self, window: int | None = None) -> None:
+        self.spec = SimpleNamespace(rope_frequencies=np.ones(1), widest_window=window)
         self.rows = 0
 
     def new_pool(self, num_pages: int) -> PagePool:
@@ -79,6 +83,7 @@ class HashModel:
             [len(tokens)],
             [known + len(tokens)],
             valid=None if holes is None else torch.from_numpy(holes.valid)[None],
+            page_pos=None if holes is None else torch.from_numpy(holes.page_pos)[None],
         )
         positions = np.arange(known, known + len(tokens)) + (holes.ahead if holes else 0)
         how = [(known - start + i) % chunk_rows for i in range(len(tokens))]
@@ -89,6 +94,7 @@ class HashModel:
         self, call: AttentionCall, tokens: Any, positions: Any, slots: Any, pool: PagePool,
         how: list[int] | None,
     ) -> None:  # fmt: skip
+        call = call.with_positions(positions, SIZE).within(self.spec.widest_window)
         values = pool.data.numpy()[0, :, 1, 0, :, 0]  # [P, S], a view
         for n in range(call.num_sequences):
             first, stop = call.q_start_host[n : n + 2]

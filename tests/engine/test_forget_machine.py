@@ -107,10 +107,11 @@ def grown(path: Path, runs: list[tuple[Token, int]]) -> Path:
 
 class Machine(RuleBasedStateMachine):
     paths = Bundle("paths")
+    window: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = HashModel()
+        self.model = HashModel(self.window)
         self.pool = self.model.new_pool(24)
         self.prefix = PrefixCache(self.pool)
         self.pool.reclaim = self.prefix.reclaim
@@ -140,7 +141,7 @@ class Machine(RuleBasedStateMachine):
         ranges = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=False)]
         live = live_ranges(path.ops, at)
         gone = without(live, without(live, ranges))
-        op = Op(at, tuple(gone), rebase)
+        op = Op(at, tuple(gone), rebase and self.window is None)
         self.check(path)
         path = grown(replace(path, ops=(*path.ops, op)), runs)
         self.check(path)
@@ -187,7 +188,7 @@ class Machine(RuleBasedStateMachine):
         for op in path.ops:
             chain.add(op)
         rest: Any = {"sampler": None, "eos_ids": (), "max_tokens": 1, "limits": LIMITS}
-        table = PageTable(self.pool)
+        table = PageTable(self.pool, self.window)
         seq = Seq(1, ids, sampled, table, chain=chain, ops=list(path.ops), **rest)
         self.links += chain.links
         report = PrefillReport()
@@ -197,12 +198,18 @@ class Machine(RuleBasedStateMachine):
         except OutOfPages:
             table.release()
             return
-        numbers = expected(ids, sampled, path.ops)
+        numbers = expected(ids, sampled, path.ops, self.window)
         ranges = live_ranges(path.ops, len(ids))
         assert table.num_tokens == len(ids)
         assert table.num_live == num_live(path.ops, len(ids))
-        seen = [(int(self.row(table, slot)), place) for slot, place in self.slots(table)]
-        assert seen == [(numbers[i], i) for a, b in ranges for i in range(a, b)]
+        kept = [(slot, place) for slot, place in self.slots(table) if slot >= table.gone * SIZE]
+        seen = [(int(self.row(table, slot)), place) for slot, place in kept]
+        places = [i for a, b in ranges for i in range(a, b)]
+        assert seen == [(numbers[i], i) for i in places[len(places) - len(kept) :]]
+        if self.window is not None:
+            hidden = places[: len(places) - len(kept)]
+            assert all(i <= len(ids) - self.window for i in hidden)
+            assert not kept or kept[0][1] > len(ids) - self.window - SIZE
         spans = sum(span.lo > 0 or span.hi < SIZE for span in table.spans())
         assert len(table.pages) <= table.num_live // SIZE + spans + 1
         self.prompts.finish(seq)
@@ -230,9 +237,22 @@ class Machine(RuleBasedStateMachine):
             assert not behind or link.key in self.disk.links
 
 
+class WindowMachine(Machine):
+    """Every layer sees a window: what it hides is let go of, and need not be found again."""
+
+    window = 21
+
+
+class NarrowMachine(Machine):
+    """A window within a page."""
+
+    window = 5
+
+
 @pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=pytest.mark.slow)])
-def test_any_order_of_operations(examples: int) -> None:
-    case = Machine.TestCase
+@pytest.mark.parametrize("machine", [Machine, WindowMachine, NarrowMachine])
+def test_any_order_of_operations(machine: type[Machine], examples: int) -> None:
+    case = machine.TestCase
     case.settings = settings(
         deadline=None,
         max_examples=examples,
