@@ -289,9 +289,7 @@ class Prompts:
         if report.reason == "new" and found.num_tokens < report.known:
             report.reason, report.detail = self._why(seq, report, look)
 
-    def _find(
-        self, seq: Sequence, tiers: Tiers | None, steps: Seq[Stage], known: int
-    ) -> Found:
+    def _find(self, seq: Sequence, tiers: Tiers | None, steps: Seq[Stage], known: int) -> Found:
         window = seq.table.window
         return find_prefix(self.pool, self.prefix, tiers, seq.chain, steps, known, window)
 

@@ -62,7 +62,14 @@ SHAPES = {
         2, 128, (4, 2, 64), 256, 320, 1e4, context=2048, architecture="mistral", windows=(100, 100)
     ),
     "tiny-mixed": _shape(
-        3, 128, (4, 2, 64), 256, 320, 1e6, context=2048, architecture="qwen2",
+        3,
+        128,
+        (4, 2, 64),
+        256,
+        320,
+        1e6,
+        context=2048,
+        architecture="qwen2",
         windows=(None, 150, 40),
     ),
     "smollm2-135m": _shape(30, 576, (9, 3, 64), 1536, 49152, 1e5),

@@ -105,6 +105,7 @@ def test_prompt_and_step_are_transformers_past_the_window(made: tuple[CudaDecode
         np.testing.assert_allclose(rows, expected[start : start + len(rows)], **near)
 
 
+@pytest.mark.parametrize("made", ["mixed"], indirect=True)
 @pytest.mark.parametrize("kv", [PLAIN, KVFormat("int8")], ids=str)
 def test_prompt_and_step_agree_behind_a_gap(made: tuple[CudaDecoder, Any], kv: KVFormat) -> None:
     decoder, _ = made
@@ -113,6 +114,8 @@ def test_prompt_and_step_agree_behind_a_gap(made: tuple[CudaDecoder, Any], kv: K
         table = table_of(decoder, kv)
         prefill(decoder, table, IDS[:22])
         table.forget(Op(22, ((3, 6), (17, 19))))
-        found.append(step(decoder, table, IDS[22:])[-1] if stepped else prefill(decoder, table, IDS))
+        found.append(
+            step(decoder, table, IDS[22:])[-1] if stepped else prefill(decoder, table, IDS)
+        )
     # Codes round where sums in another order fall on the other side.
     np.testing.assert_allclose(found[0], found[1], rtol=1e-3, atol=1e-4 if kv is PLAIN else 3e-2)

@@ -32,7 +32,9 @@ def models(make_gguf, cache, tmp_path_factory) -> dict[str, Decoder]:
     for name, slides in KINDS.items():
         path = make_gguf(folder / name, window=WINDOW, slides=slides, head_dim=64, seed=4)
         model = weights.load(ModelFile(name, path))
-        found[name] = Decoder(model, Tokenizer.from_file(model.folder / "tokenizer.json"), threads=1)
+        found[name] = Decoder(
+            model, Tokenizer.from_file(model.folder / "tokenizer.json"), threads=1
+        )
     return found
 
 
