@@ -168,7 +168,7 @@ class _Search:
         """Which of these pages are in the pool, or can be read as far as anybody knows."""
         keys = [self._key(span) for span in spans]
         rest = [key for key in keys if key not in self.prefix]
-        stored = set(self.store.find(rest)) if self.store is not None and rest else set()
+        stored = set(self.store.find(rest) if self.store is not None and rest else ())
         return [key in self.prefix or key in stored - self._unread for key in keys]
 
     def release(self, found: Found | None) -> None:

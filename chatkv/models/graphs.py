@@ -23,7 +23,7 @@ from chatkv.kv.pool import PagePool
 from chatkv.models.cuda_layers import SPARE_POSITIONS, Layers, Rows, most_slots
 from chatkv.models.device_rows import DeviceRow, DeviceRows
 from chatkv.models.model import ForwardBatch
-from chatkv.models.staged import Staged
+from chatkv.models.staged import Fields, Staged
 from chatkv.models.tree_rows import Carried, WalkedRows, row_fields
 from chatkv.models.walk_triton import WalkRoom, move_rows, walk_rows
 from chatkv.models.work import Work
@@ -95,7 +95,7 @@ class CapturedStep:
         count, device = bucket.sequences, layers.device
         entries = pool.pages_for(most_slots(layers.spec, bucket.has_holes) + SPARE_POSITIONS)
         ints, longs = torch.int32, torch.int64
-        holes = {"valid": (ints, (count, entries, 2))} if bucket.has_holes else {}
+        holes: Fields = {"valid": (ints, (count, entries, 2))} if bucket.has_holes else {}
         if bucket.has_holes and layers.spec.windows:
             holes["page_pos"] = (ints, (count, entries))
         self.inputs = Staged(
