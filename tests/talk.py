@@ -28,10 +28,13 @@ SYSTEM = [259, *b"be kind"]
 WORDS = b"the cat sat on the mat and the dog sat on the cat again"
 
 
-def engine(model: Any, spec: str = "none", context: int = 112, **options: Any) -> Engine:
+def engine(
+    model: Any, spec: str = "none", context: int = 112, kv: str = "bf16", **options: Any
+) -> Engine:
     config = EngineConfig(
-        spec=spec, drafters=("ngram", "random"), context_limit=context, pool_tokens=4 * context
-    )
+        spec=spec, drafters=("ngram", "random"), context_limit=context, pool_tokens=4 * context,
+        kv_dtype=kv,
+    )  # fmt: skip
     return Engine(model, config, costs=COSTS, guard=False, **options)
 
 

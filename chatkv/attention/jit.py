@@ -36,6 +36,7 @@ SHARED = (
     "attention/jit.py",
     "attention/simd.py",
     "attention/simd_codes.py",
+    "attention/simd_hadamard.py",
     "attention/cpu_math.py",
     "models/lanes.py",
     "models/row_lanes.py",

@@ -17,6 +17,8 @@ NAMES = ("bf16", *CODE_BITS)
 GROUP = 32
 """Channels that share a scale in int4; in the others the whole head does."""
 SCALE_BYTES = 2
+CODED_KEYS = "hadamard-1"
+"""How keys are changed before they are rounded: `attention/hadamard.py`. Part of the bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class KVFormat:
             **about,
             "pool_dtype": self.name,
             "token_bytes": self.token_bytes(layers, heads, dim, plain_bytes),
+            "coded_keys": CODED_KEYS,
             "keep_layers": [layer + 1 for layer in self.plain_layers(layers)],
         }
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chatkv.attention.hadamard import hadamard
 from chatkv.attention.reference import dequantise
 from chatkv.attention.store import quantise
 from chatkv.kv.pool import PagePool
@@ -33,7 +34,8 @@ def turn_page(
     if pool.scales is None:
         return
     keys = dequantise(pool.data[:, src, 0], pool.scales[:, src, 0], torch.float32)
-    codes, scales = quantise(turn_back(keys, shift, frequencies), pool.data.dtype)
+    keys = hadamard(turn_back(hadamard(keys), shift, frequencies))
+    codes, scales = quantise(keys, pool.data.dtype)
     pool.data[:, dst, 0] = codes
     pool.scales[:, dst, 0] = scales.to(pool.scales.dtype)
 

@@ -81,7 +81,11 @@ class Decoder:
         self._taps: tuple[int, ...] = ()
         self._tapped = np.empty((0, rows, spec.hidden_size), np.float32)
         self._nowhere = np.full(rows, -1, np.int64)
-        self._no_pages = np.zeros((0, 2, kv_heads, self.page_size, dim), np.uint16)
+        # No queries and no pages: quantised layers rotate and store by themselves.
+        self._nothing = (
+            np.zeros((rows, 0, dim), np.uint16),
+            np.zeros((0, 2, kv_heads, self.page_size, dim), np.uint16),
+        )
         self._stored: tuple[PagePool | None, list[Stored]] = (None, [])
 
     @classmethod
@@ -360,17 +364,16 @@ class Decoder:
         stored: Stored,
     ) -> None:
         pages, scales = stored
-        bits, places = (pages, slots) if scales is None else (self._no_pages, self._nowhere[:rows])
+        places = (slots, q, pages) if scales is None else (self._nowhere[:rows], *self._nothing)
         block.before_attention(
             layer, rows, self.threads, self._weights.data, self._table, self._norms, self._eps,
-            self._hidden, *self._normed, self._qkv, cos, sin, places, q, bits,
+            self._hidden, *self._normed, self._qkv, cos, sin, *places,
         )  # fmt: skip
         if scales is not None:
             # Imported here: compiled for those who have such pages.
             from chatkv.models.codes import store_codes
 
-            heads = self.spec.num_heads
-            store_codes(rows, heads, self._qkv, cos, sin, slots, pages, scales)
+            store_codes(rows, self._qkv, cos, sin, slots, q, pages, scales)
 
     def _after(self, layer: int, rows: int, attended: np.ndarray) -> None:
         block.after_attention(

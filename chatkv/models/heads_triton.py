@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from chatkv.attention.hadamard import hadamard
 from chatkv.attention.store import write_rows_plain
 from chatkv.attention.triton_store import CODE_LIMITS, CODES, code_of, round_code, scale_of
 from chatkv.models.launch_options import EXACT, pdl_options
@@ -60,6 +61,8 @@ def rotate_rows(
 ) -> None:
     """Add the bias, norm and rotate queries and keys, store keys and values in their slots.
 
+    Into quantised pages, rotated queries and keys go multiplied as `hadamard` says.
+
     Args:
         qkv: [T, (HQ + 2 HK) D] float: query, key, then value heads.
         bias: Of the same width, float32, or None.
@@ -94,6 +97,8 @@ def rotate_rows(
         PAGE=pages.shape[3],
         CODE=CODES.get(pages.dtype, 0),
         LIMIT=CODE_LIMITS.get(pages.dtype, 0.0),
+        STEPS=(half & -half).bit_length() - 1,
+        SHARE=(2 * (half & -half)) ** -0.5,
         HAS_BIAS=bias is not None,
         HAS_NORM=has_norm,
         PDL=pdl,
@@ -124,6 +129,8 @@ def rotate_rows_plain(
             part = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + rotary.eps) * weight
         a, b = part.chunk(2, -1)
         parts[place] = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        if scales is not None:
+            parts[place] = hadamard(parts[place])
     q.copy_(parts[0])
     write_rows_plain(parts[1], parts[2], pages, scales, slots)
 
@@ -201,11 +208,29 @@ def store_codes(
 
 
 @triton.jit
+def multiply_heads(low, high, at, STEPS: tl.constexpr, SHARE: tl.constexpr):
+    """Both halves of heads, [heads, HALF_PAD], times the matrix of `hadamard.hadamard`.
+
+    STEPS: log2 of its block. SHARE: what a channel has of each of its set.
+    """
+    low, high = low + high, low - high
+    for i in tl.static_range(STEPS):
+        other = tl.broadcast_to(at ^ (1 << i), low.shape)
+        is_second = (at >> i) & 1 == 1
+        of_low = tl.gather(low, other, 1)
+        of_high = tl.gather(high, other, 1)
+        low = tl.where(is_second, of_low - low, low + of_low)
+        high = tl.where(is_second, of_high - high, high + of_high)
+    return low * SHARE, high * SHARE
+
+
+@triton.jit
 def _rotate(
     qkv, bias, q_norm, k_norm, cos, sin, positions, slots, q, pages, scales, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, CODE: tl.constexpr, LIMIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, SHARE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -241,6 +266,9 @@ def _rotate(
     turned = low * c - high * s
     high = high * c + low * s
     if CODE:
+        mixed_low, mixed_high = multiply_heads(turned, high, at, STEPS, SHARE)
+        turned = tl.where(is_turned, mixed_low, turned)
+        high = tl.where(is_turned, mixed_high, high)
         # One slot for all heads of the program.
         slot = tl.load(slots + t) + head.to(tl.int64) * 0
         store_codes(

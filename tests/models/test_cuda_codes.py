@@ -29,6 +29,7 @@ from chatkv.models import catalog
 from chatkv.models.catalog import DEFAULT_MODEL
 from chatkv.models.cuda_decoder import CudaDecoder
 from chatkv.models.devices import expect_cuda
+from chatkv.models.heads_triton import Rotary, rotate_rows, rotate_rows_plain
 from chatkv.sampling import SamplingParams
 from chatkv.spec.tree import DraftTree
 
@@ -164,3 +165,34 @@ def test_what_an_old_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     with pytest.raises(BackendUnavailable, match=r"8\.9"):
         model.new_pool(64, KVFormat("fp8"))
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize(
+    ("kind", "dim"), [(torch.int8, 64), (torch.int8, 96), (torch.uint8, 128)], ids=str
+)
+def test_queries_and_keys_are_multiplied_as_the_plain_version_says(
+    kind: torch.dtype, dim: int, heads: int
+):
+    torch.manual_seed(0)
+    rows, columns, per_slot = 40, dim, 1
+    if kind == torch.uint8:
+        columns, per_slot = dim // 2, dim // 32
+    angles = torch.randn(64, dim // 2)
+    parts = [
+        torch.randn(rows, 5 * dim),
+        torch.randint(0, 64, (rows,), dtype=torch.int32),
+        torch.randperm(80)[:rows],
+        torch.zeros(rows, 3, dim),
+        torch.zeros(5, 2, 1, 16, columns).to(kind),
+        torch.zeros(5, 2, 1, 16, per_slot).half(),
+    ]
+    found = []
+    for device, rotate in (("cpu", rotate_rows_plain), ("cuda", rotate_rows)):
+        qkv, *rest = (part.clone().to(device) for part in parts)
+        rotary = Rotary(angles.cos().to(device), angles.sin().to(device), 3, 1, dim)
+        options = {} if device == "cpu" else {"heads_a_program": heads}
+        rotate(qkv, None, rotary, *rest, **options)
+        found.append([part.cpu() for part in rest[2:]])
+    for actual, expected in zip(*found, strict=True):
+        assert torch.equal(actual, expected)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from chatkv.attention.hadamard import hadamard
 from chatkv.attention.reference import dequantise
 from chatkv.batch import chain_batch, tree_batch
 from chatkv.errors import BackendUnavailable, ConfigError
@@ -97,8 +98,12 @@ def test_codes_are_the_rows_of_a_plain_pool(wide, kv):
         scales[slots // size, :, :, slots % size],
     )
     expected = plain[slots // size, :, :, slots % size].float()
+    spread = expected.abs()
+    # A key's roundings to bfloat16 in the plain pool go to all channels here.
+    spread[:, 0] = expected[:, 0].norm(dim=-1, keepdim=True)
+    expected[:, 0] = hadamard(expected[:, 0])
     error = (dequantise(values, scales, torch.float32) - expected).abs()
-    assert (error <= scales.float().amax(-1, keepdim=True) * 0.5 + expected.abs() * 2**-8).all()
+    assert (error <= scales.float().amax(-1, keepdim=True) * 0.5 + spread * 2**-8).all()
 
 
 def test_sizes(wide):

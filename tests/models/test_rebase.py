@@ -11,6 +11,7 @@ import pytest
 import torch
 from talk import Talk, engine, prompts
 
+from chatkv.attention.reference import dequantise
 from chatkv.kv.ops import Op, next_position
 from chatkv.kv.rebase import turn_page
 from chatkv.models.decoder import Decoder
@@ -79,9 +80,10 @@ def test_keys_are_turned_from_what_was_stored(short: Decoder) -> None:
     )
 
 
-def test_a_turned_key_is_the_key_of_that_position(short: Decoder) -> None:
+@pytest.mark.parametrize(("kv", "limit"), [("bf16", 6e-3), ("int8", 3e-2)])
+def test_a_turned_key_is_the_key_of_that_position(short: Decoder, kv: str, limit: float) -> None:
     """In the first layer a key depends on its id and position alone."""
-    on = engine(short)
+    on = engine(short, kv=kv)
     ids = list(range(20, 84))
     seq = on.add(ids, [False] * 64, SamplingParams(max_tokens=1))
     for _ in on.prompts.fill(seq, PrefillReport()):
@@ -91,10 +93,12 @@ def test_a_turned_key_is_the_key_of_that_position(short: Decoder) -> None:
         pass
     (page,) = on.pool.take()
     turn_page(on.pool, seq.table.pages[3], page, 48, short.spec.rope_frequencies)
-    found = on.pool.data[0, page, 0].float()
-    expected = on.pool.data[0, other.table.pages[0], 0].float()
-    size = expected.norm(dim=-1)
-    # Two roundings to bfloat16 instead of one.
-    assert ((found - expected).norm(dim=-1) / size).max() < 6e-3
-    values = on.pool.data[0, page, 1]
-    assert torch.equal(values, on.pool.data[0, other.table.pages[0], 1])
+    rows, scales = on.pool.layers[0]
+    places = (page, other.table.pages[0])
+    found, expected = (
+        dequantise(rows[at], None if scales is None else scales[at], torch.float32) for at in places
+    )
+    size = expected[0].norm(dim=-1)
+    # Two roundings instead of one.
+    assert ((found[0] - expected[0]).norm(dim=-1) / size).max() < limit
+    assert torch.equal(found[1], expected[1])
