@@ -89,11 +89,15 @@ def test_what_was_learnt_comes_back_whole():
     one = Controller(COSTS)
     tree = DraftTree.of([1, 2, 3], [0, 0, 1], bins=[0, 3, 2], source="s")
     for step in range(300):
-        kept = one.prune([tree], one.plan([0]))
+        plan = one.plan([0])
+        plan.asked = ("s",) if step % 2 else ()
+        kept = one.prune([tree], plan)
         gained = [Accepted((2, 9) if step % 3 and len(kept[0]) > 1 else (2,), (0,), ())]
         ms = 1.2 + step % 5 / 10 + len(kept[0]) / 4
         one.observe(StepRecord.of(kept, gained, verify_ms=ms, draft_ms=0.1), gained)
+    one._whole.extend([3, 1, 2])  # trees that ran unseen
     told = json.loads(json.dumps(one.to_json()))
+    assert all(told[name] for name in told)
     other = Controller(COSTS)
     other.recall(told)
     assert other.to_json() == one.to_json()
