@@ -96,6 +96,8 @@ def test_what_was_learnt_comes_back_whole():
         ms = 1.2 + step % 5 / 10 + len(kept[0]) / 4
         one.observe(StepRecord.of(kept, gained, verify_ms=ms, draft_ms=0.1), gained)
     one._whole.extend([3, 1, 2])  # trees that ran unseen
+    for _ in range(5):
+        one._idle.plain(7)
     told = json.loads(json.dumps(one.to_json()))
     assert all(told[name] for name in told)
     other = Controller(COSTS)
