@@ -24,11 +24,11 @@ from chatkv.forget import (
     Slide,
     TurnSpan,
     WindowPolicy,
-    first_pending,
     flatten,
     parse_policy,
     plan,
     plan_user,
+    tail_of,
 )
 from chatkv.kv.ops import Op
 from chatkv.models import catalog, devices
@@ -100,8 +100,11 @@ class Talk:
         """The path as policies see it."""
         ends = [*self.starts[1:], len(self.ids)]
         turns = enumerate(zip(self.starts, ends, strict=True))
-        spans = [TurnSpan(n, a, b, pinned=n in self.pins) for n, (a, b) in turns]
-        return Layout(tuple(spans), tuple(self.ops), first_pending(spans, self.sampled))
+        spans = [
+            TurnSpan(n, a, b, n in self.pins, tail=tail_of(self.sampled[a:b]))
+            for n, (a, b) in turns
+        ]
+        return Layout(tuple(spans), tuple(self.ops))
 
 
 def price(model: Model, rounds: int) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from chatkv.forget import SINK_TOKENS, ForgetPlan, Layout, SummarizePolicy, TurnSpan
+from chatkv.forget import SINK_TOKENS, ForgetPlan, Layout, SummarizePolicy, TurnSpan, place_of
 from chatkv.kv.ops import Op, joined, size_of, without
 from sessions.columns import damaged
 from sessions.port import Moment
@@ -174,7 +174,8 @@ def drop_turns(layout: Layout, numbers: Iterable[int]) -> Op:
         if turn.number in wanted and turn.start >= SINK_TOKENS
         for pair in layout.live(turn)
     ]
-    return Op(layout.current.start, tuple(joined(ranges)))
+    drop = joined(ranges)
+    return Op(place_of(layout, drop), tuple(drop))
 
 
 def to_record(plan: ForgetPlan, layout: Layout, tok_fp: str) -> dict[str, Any]:
@@ -248,9 +249,19 @@ def spans_of_path(path: Iterable[TurnPath], tok_fp: bytes) -> list[TurnSpan] | N
         size = turn_tokens(turn, tok_fp)
         if size is None:
             return None
-        spans.append(TurnSpan(turn.turn.depth, place, place + size, turn.turn.pinned))
+        stop, tail = place + size, _tail(turn, tok_fp)
+        spans.append(TurnSpan(turn.turn.depth, place, stop, turn.turn.pinned, tail=tail))
         place += size
     return spans
+
+
+def _tail(turn: TurnPath, tok_fp: bytes) -> int:
+    """Ids at the end of a turn that close its reply."""
+    reply = turn.reply
+    render = None if reply is None else reply.render(tok_fp)
+    if render is None or not render.sampled:
+        return 0
+    return len(render.token_ids) - render.sampled[-1][1]
 
 
 def turn_tokens(turn: TurnPath, tok_fp: bytes) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from chatkv.events import MessageIds
-from chatkv.forget import TurnSpan
+from chatkv.forget import TurnSpan, tail_of
 from chatkv.tokenizer import Tokenizer
 from sessions.port import PathMessage
 
@@ -47,10 +47,10 @@ def render(messages: Sequence[PathMessage], tokenizer: Tokenizer, vocab_size: in
         path.tokens += ids
         path.sampled += flags
         stop = len(path.tokens)
-        if path.spans and path.spans[-1].number == message.turn:
-            path.spans[-1] = replace(path.spans[-1], stop=stop)
-        else:
+        if not path.spans or path.spans[-1].number != message.turn:
             path.spans.append(TurnSpan(message.turn, start, stop, message.pinned))
+        tail = tail_of(path.sampled[path.spans[-1].start :])
+        path.spans[-1] = replace(path.spans[-1], stop=stop, tail=tail)
     return path
 
 

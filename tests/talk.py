@@ -13,10 +13,10 @@ from chatkv.forget import (
     Slide,
     TurnSpan,
     WindowPolicy,
-    first_pending,
     flatten,
     parse_policy,
     plan,
+    tail_of,
 )
 from chatkv.kv.ops import Op
 from chatkv.prefill import PrefillReport
@@ -83,11 +83,12 @@ class Talk:
     def layout(self) -> Layout:
         ends = [*self.starts[1:], len(self.ids)]
         turns = [
-            TurnSpan(number, start, stop, pinned=number in self.pins)
+            TurnSpan(
+                number, start, stop, number in self.pins, tail=tail_of(self.sampled[start:stop])
+            )
             for number, (start, stop) in enumerate(zip(self.starts, ends, strict=True))
         ]
-        pending = first_pending(turns, self.sampled)
-        return Layout(tuple(turns), tuple(self.ops), pending)
+        return Layout(tuple(turns), tuple(self.ops))
 
 
 def images(on: Engine, seq: Seq) -> list[tuple[int, int, bytes]]:

@@ -9,11 +9,11 @@ from chatkv.forget.layout import (
     Layout,
     Limits,
     TurnSpan,
-    first_pending,
     flatten,
     reserve_tokens,
+    tail_of,
 )
-from chatkv.forget.parts import ForgetPlan
+from chatkv.forget.parts import ForgetPlan, place_of
 from chatkv.forget.plans import pin_warning, plan, plan_turns, plan_user
 from chatkv.forget.policies import (
     ANSWERS,
@@ -46,13 +46,14 @@ __all__ = [
     "WindowPolicy",
     "asks_first",
     "check_policy",
-    "first_pending",
     "flatten",
     "parse_policy",
     "pin_warning",
+    "place_of",
     "plan",
     "plan_turns",
     "plan_user",
     "policy_text",
     "reserve_tokens",
+    "tail_of",
 ]

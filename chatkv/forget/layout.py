@@ -24,6 +24,8 @@ class TurnSpan:
     pinned: bool = False
     tools: bool = False
     """Holds tool calls or their results: it goes wholly or not at all."""
+    tail: int = 0
+    """Ids at its end that close its reply: they are computed with the turn behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,17 @@ class Layout:
 
     turns: tuple[TurnSpan, ...]
     ops: tuple[Op, ...] = ()
-    pending: int | None = None
-    """Place of the first id that is still to be computed, where that is known: see `first_pending`.
-    An op there costs no pass of its own."""
 
     @property
     def current(self) -> TurnSpan:
         """The turn that was just typed."""
         return self.turns[-1]
+
+    @property
+    def pending(self) -> int:
+        """Place of the first id that is computed together with the current turn: an op there costs
+        no pass of its own."""
+        return self.current.start - (self.turns[-2].tail if len(self.turns) > 1 else 0)
 
     @property
     def num_live(self) -> int:
@@ -86,13 +91,12 @@ class Limits:
         return min(self.context - live, self.trained - position) - self.closing
 
 
-def first_pending(turns: Sequence[TurnSpan], sampled: Sequence[bool]) -> int:
-    """Where what closes the last reply begins: it is computed with the turn just typed."""
-    place = start = turns[-1].start
-    floor = turns[-2].start if len(turns) > 1 else start
-    while place > floor and not sampled[place - 1]:
-        place -= 1
-    return place if place > floor else start
+def tail_of(sampled: Sequence[bool]) -> int:
+    """The `tail` of a turn, by which of its ids the model chose."""
+    for count, chosen in enumerate(reversed(sampled)):
+        if chosen:
+            return count
+    return 0
 
 
 def reserve_tokens(context: int, max_tokens: int | None = None) -> int:

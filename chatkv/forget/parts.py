@@ -81,8 +81,7 @@ def _first(ranges: Sequence[Range], count: int) -> list[Range]:
 def place_of(layout: Layout, drop: Sequence[Range]) -> int:
     """Where an op takes effect: as soon as something is computed, but behind all that it drops."""
     last = max(layout.ops[-1].at if layout.ops else 0, drop[-1][1] if drop else 0)
-    start = layout.current.start
-    return layout.pending if layout.pending is not None and layout.pending >= last else start
+    return layout.pending if layout.pending >= last else layout.current.start
 
 
 def placed(layout: Layout, drop: list[Range], coming: int, limits: Limits) -> Op | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from fakes import EOS, REPLY, USER, VOCAB, ByteTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatkv.forget import TurnSpan
 from chatkv.kv.ops import live_ranges
 from sessions.context import moved, spans_of_path, standing, to_ops
-from sessions.records import PurgeRow
+from sessions.port import PathMessage
+from sessions.records import PurgeRow, Render
+from sessions.rendering import render
 
 
 def path_of(talk, session):
@@ -75,6 +78,31 @@ def test_records_by_turns_hold_under_every_tokenizer(talk, memory, told):
     doubled = [TurnSpan(s.number, 2 * s.start, 2 * s.stop) for s in spans]
     ops = to_ops(records, doubled, "another")
     assert [(op.at, op.drop) for op in ops] == [(38, ((8, 18), (28, 38))), (38, ((18, 28),))]
+
+
+def test_an_op_stands_before_the_ids_that_close_a_reply_unless_it_drops_them():
+    spans = [TurnSpan(0, 0, 4), *(TurnSpan(n, 9 * n - 5, 9 * n + 4, tail=2) for n in (1, 2))]
+    spans.append(TurnSpan(3, 22, 25))
+    assert [op.at for op in to_ops([{"turn": 3, "turns": [1]}], spans, "00")] == [20]
+    assert [op.at for op in to_ops([{"turn": 3, "turns": [1, 2]}], spans, "00")] == [22]
+
+
+def test_a_tail_is_what_the_engine_takes_it_for(talk, memory):
+    chat = talk.start(system="sys")
+    ids = {"prompt": [USER, 65, REPLY], "reply": [66, 67, EOS, 10]}
+    head = memory.session(chat).head_turn_id
+    begun = memory.begin_turn(chat, head, head, "A", {}, render=Render(talk.FP, ids["prompt"]))
+    memory.finish_turn(begun.turn_id, "done", "BC", talk.FP, ids["reply"], ((0, 3),))
+    path = memory.path(chat)
+    stored = spans_of_path(path, talk.FP)
+    messages = [
+        PathMessage(m.row.role, m.row.content, r.token_ids, r.sampled, turn.turn.depth)
+        for turn in path
+        for m in turn.messages
+        for r in m.renders
+    ]
+    assert stored == render(messages, ByteTokenizer(), VOCAB).spans
+    assert [span.tail for span in stored] == [0, 1]
 
 
 def test_a_record_whose_reply_was_lost_is_void(talk, memory, told):
