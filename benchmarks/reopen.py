@@ -1,5 +1,5 @@
 """Time to the first token of a reopened conversation: stored pages against computing it again; and
-what saving pages behind the loop takes of the decode rate.
+what saving pages takes of the decode rate, and of the time after a reply.
 
     python -m benchmarks.reopen [--tokens 3000] [--rounds 3] [--json FILE]
 
@@ -79,15 +79,19 @@ def first_token(program: Program, chat_id: str, prompt: str) -> tuple[float, Don
     raise RuntimeError("the reply did not end")
 
 
-def decode_rate(model: Decoder, folder: Path, kv: str | None) -> float:
-    """Tokens a second of one long reply in a new conversation, its pages saved or not."""
+def decode_rate(model: Decoder, folder: Path, kv: str | None) -> tuple[float, float]:
+    """Tokens a second of one long reply in a new conversation, its pages saved or not; and how many
+    milliseconds after it the last of them was on disk."""
     program = Program(model, folder, kv)
     chat = program.chats.new()
     chat.set("max_tokens", REPLY_TOKENS)
     (*_, done) = chat.send("Write a long story about the sea, in many sentences.")
+    ended, saver = perf_counter(), program.engine.service.engine.saver
+    assert saver is None or saver.flush(60.0), saver.notice
+    after_ms = 1000 * (perf_counter() - ended)
     program.close()
     assert isinstance(done, Done), done
-    return done.usage.tokens_per_second
+    return done.usage.tokens_per_second, after_ms
 
 
 def main() -> None:
@@ -127,12 +131,16 @@ def main() -> None:
                     usage = done.usage
                     restore_ms.append(usage.restore_ms)
         rates: dict[str, list[float]] = {"saved": [], "unsaved": []}
+        after_ms: list[float] = []
         for round_ in range(args.rounds):
             order = ["saved", "unsaved", "unsaved", "saved"]
             for place, way in enumerate(order if round_ % 2 == 0 else reversed(order)):
                 # A file of its own each time: a page that is stored already costs nothing.
                 kv = f"kv-{round_}-{place}.db" if way == "saved" else None
-                rates[way].append(decode_rate(model, folder, kv))
+                rate, ms = decode_rate(model, folder, kv)
+                rates[way].append(rate)
+                if way == "saved":
+                    after_ms.append(ms)
         saved, unsaved = median(rates["saved"]), median(rates["unsaved"])
         assert usage is not None
         stored, computed = median(times["stored"]), median(times["computed"])
@@ -154,6 +162,7 @@ def main() -> None:
             unsaved_tok_s=unsaved,
             saving_share=1 - saved / unsaved,
             samples_tok_s=rates,
+            saved_after_ms=median(after_ms),
         )
         print(
             f"conversation of {used} tokens: {usage.cached_tokens} of {usage.prompt_tokens} tokens "
@@ -167,7 +176,8 @@ def main() -> None:
         print(f"ratio {computed / stored:.1f}")
         print(
             f"decode {saved:.1f} tok/s with pages saved, {unsaved:.1f} without: "
-            f"saving takes {100 * (1 - saved / unsaved):.1f} %"
+            f"saving takes {100 * (1 - saved / unsaved):.1f} %, and "
+            f"{median(after_ms):.0f} ms after the reply ({REPLY_TOKENS} tokens)"
         )
     finally:
         shutil.rmtree(folder)

@@ -225,6 +225,8 @@ class Engine:
         Raises:
             OutOfPages: The pool cannot hold the prompt. What is in place stays in place.
         """
+        if self.saver is not None:
+            self.saver.hold()
         logits: Logits | None = None
         for part in self.prompts.fill(seq, report or PrefillReport()):
             logits = part
@@ -303,6 +305,8 @@ class Engine:
         """Keep what can be used again, on disk too, and give the sequence's pages back."""
         self._live.pop(seq.id, None)
         self.prompts.finish(seq)
+        if self.saver is not None and not self._live:
+            self.saver.release()
         seq.table.release()
         stats = self.drafting.drop(seq)
         if self.memory is not None:

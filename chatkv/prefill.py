@@ -251,8 +251,8 @@ class Prompts:
         """
         begun = perf_counter()
         tiers = self.tiers
-        if self.saver is not None:
-            self.saver.flush(1.0)
+        if self.saver is not None and self.saver.any_waits(lambda k: k not in self.prefix):
+            self.saver.flush(1.0)  # what the pool has not is looked for on disk
         if tiers is not None:
             # To compute again what stands behind an op takes all ids, also those it dropped.
             # So it does to compute again what a window has left behind.
@@ -339,6 +339,8 @@ class Prompts:
             return "off", "pages are not stored"
         if not tiers.reads_disk:
             return "off", "nothing is read from disk (kv.restore never)"
+        if self.saver is not None:
+            self.saver.flush(1.0)
         gone = False
         with suppress(StoreError):  # a reason is worth no reply
             check = tiers.disk.quarantined(seq.chain.at(self._tail(seq)[0]))
@@ -354,6 +356,7 @@ class Prompts:
     def _proved(self, seq: Sequence) -> bool | None:
         """Compute the last row with a witness again, over the restored pages; None without one."""
         assert self.saver is not None
+        self.saver.flush(1.0)  # the witness may wait there
         table = seq.table
         for stop in _sampled_ends(seq.sampled, table.num_tokens + 1):
             length = stop - 1  # the last chosen id of a reply has no row

@@ -1,5 +1,9 @@
 """Pages go to disk behind the decode loop. The loop never waits for the disk.
 
+What writes takes time from what computes: SQLite, its journal and the kernel need the cores that a
+step is spread over, and a step waits for its slowest core. So pages wait while a reply runs, and
+are written between replies; of a long one only those that half of the queue has no room for.
+
 Knows the store's protocol and a queue; no tensor, no sequence. A failure turns saving off for this
 run, a store that is busy costs the pages of one commit: they are a cache, so nothing is lost but
 the time to compute them again.
@@ -31,6 +35,9 @@ class _Waiting:
     payload: Pending
 
 
+_Work = _Waiting | Snapshot | Callable[[], None]
+
+
 class PageSaver:
     """A writer thread with a bounded queue.
 
@@ -38,6 +45,7 @@ class PageSaver:
         store: Where pages go. Only this thread writes to it.
         queue_bytes: Bytes that may wait. When they are reached the *newest* page is skipped, so
             that what is stored stays a prefix; the sweep at the end of the turn offers it again.
+            Half of them may wait for the end of a reply: what a crash can cost.
     """
 
     def __init__(self, store: PageStore, *, queue_bytes: int) -> None:
@@ -46,10 +54,12 @@ class PageSaver:
         self.notice = ""
         """Why saving is off, in one sentence; empty while it is on."""
         self.skipped = 0
-        self._queue: deque[_Waiting | Snapshot | Callable[[], None]] = deque()
+        self._queue: deque[_Work] = deque()
+        self._doing: list[_Work] = []
         self._queued_bytes = 0
-        self._busy = False
         self._closed = False
+        self._held = False
+        self._flushes = 0
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="page-saver", daemon=True)
         self._thread.start()
@@ -75,7 +85,7 @@ class PageSaver:
                 return False
             self._queue.append(_Waiting(head, num_bytes, read()))
             self._queued_bytes += num_bytes
-            self._wake.notify()
+            self._wake_writer()
         return True
 
     def after_pages(self, work: Snapshot | Callable[[], None]) -> None:
@@ -83,17 +93,39 @@ class PageSaver:
         with self._wake:
             if self.on:
                 self._queue.append(work)
-                self._wake.notify()
+                self._wake_writer()
+
+    def hold(self) -> None:
+        """A reply begins: pages wait for its end, or for half of the queue to be full."""
+        with self._wake:
+            self._held = True
+
+    def release(self) -> None:
+        """No reply runs any more: write what waits."""
+        with self._wake:
+            self._held = False
+            self._wake_writer()
+
+    def any_waits(self, missing: Callable[[bytes], bool]) -> bool:
+        """Whether a page is not written yet whose key `missing` says yes to."""
+        with self._wake:
+            waiting = [*self._doing, *self._queue]
+        return any(isinstance(one, _Waiting) and missing(one.head.key) for one in waiting)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the queue is empty; False if it was not in time."""
+        """Wait until the queue is empty, also while a reply runs; False if it was not in time."""
         deadline = monotonic() + timeout_s
         with self._wake:
-            while self._queue or self._busy:
-                left = deadline - monotonic()
-                if left <= 0 or not self._thread.is_alive():
-                    return False
-                self._wake.wait(left)
+            self._flushes += 1
+            self._wake_writer()
+            try:
+                while self._queue or self._doing:
+                    left = deadline - monotonic()
+                    if left <= 0 or not self._thread.is_alive():
+                        return False
+                    self._wake.wait(left)
+            finally:
+                self._flushes -= 1
         return True
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -110,49 +142,56 @@ class PageSaver:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._queue and not self._closed:
+                while not self._has_work() and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     return
-                work = self._next()
-                self._busy = True
+                work = self._doing = self._next()
             try:
                 self._do(work)
             except StoreBusy:
-                if not isinstance(work, Snapshot) and not callable(work):
-                    self.skipped += len(work)
+                self.skipped += sum(isinstance(one, _Waiting) for one in work)
             except ChatKVError as error:
                 self._turn_off(error.message)
             except BaseException as error:  # noqa: BLE001 - a dead writer must be seen, not silent
                 self._turn_off(f"{type(error).__name__}: {error}")
             finally:
                 with self._wake:
-                    self._busy = False
+                    self._doing = []
                     self._wake.notify_all()
 
-    def _next(self) -> list[_Waiting] | Snapshot | Callable[[], None]:
+    def _has_work(self) -> bool:
+        """Whether to write now."""
+        waits = self._held and not self._flushes and 2 * self._queued_bytes <= self.queue_bytes
+        return bool(self._queue) and not waits
+
+    def _wake_writer(self) -> None:
+        # Those who flush wait for the same: waking one could wake the wrong one.
+        if self._has_work():
+            self._wake.notify_all()
+
+    def _next(self) -> list[_Work]:
         """The next batch of pages, or the one other job at the head of the queue."""
-        pages: list[_Waiting] = []
+        pages: list[_Work] = []
         while self._queue and len(pages) < BATCH:
             head = self._queue[0]
             if not isinstance(head, _Waiting):
                 break
-            pages.append(head)
-            self._queue.popleft()
+            pages.append(self._queue.popleft())
             self._queued_bytes -= head.num_bytes
-        if pages:
-            return pages
-        work = self._queue.popleft()
-        assert not isinstance(work, _Waiting)
-        return work
+        return pages or [self._queue.popleft()]
 
-    def _do(self, work: list[_Waiting] | Snapshot | Callable[[], None]) -> None:
-        if isinstance(work, Snapshot):
-            self.store.save_snapshot(work)
-        elif callable(work):
-            work()
-        else:
-            self.store.write([PageImage.of(page.head, page.payload()) for page in work])
+    def _do(self, work: list[_Work]) -> None:
+        pages: list[PageImage] = []
+        for one in work:
+            if isinstance(one, Snapshot):
+                self.store.save_snapshot(one)
+            elif isinstance(one, _Waiting):
+                pages.append(PageImage.of(one.head, one.payload()))
+            else:
+                one()
+        if pages:
+            self.store.write(pages)
 
     def _turn_off(self, reason: str) -> None:
         with self._wake:
