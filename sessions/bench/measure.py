@@ -98,6 +98,7 @@ def work_of(runs: Sequence[Callable[[], Tensor]], device: str) -> Work:
     if not device.startswith("cuda"):
         return Work(each, len(runs))
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # plans and copies may still be in the making
     with torch.cuda.stream(side):
         each()
     torch.cuda.synchronize()
