@@ -190,6 +190,35 @@ def tree_costs(result: Result) -> str:
     return " ".join(said)
 
 
+def spec_table(result: Result) -> str:
+    """Drafting against plain decoding: all replies, those without long repeats, and what the
+    slowest and the fastest category gave."""
+    head = [
+        "temperature", "replies", "plain tok/s", "drafted tok/s", "ratio", "tokens a step",
+        "without long repeats", "slowest category", "fastest category", "all but verify",
+    ]  # fmt: skip
+    lines: list[list[str]] = []
+    for row in result["rows"]:
+        every, flat = row["all"], row["without_repeats"]
+        kinds = sorted(row["categories"].items(), key=lambda item: item[1]["speedup"])
+        lines.append(
+            [
+                f"{row['temperature']:g}",
+                number(every["replies"]),
+                number(every["plain_tokens_per_s"]),
+                number(every["drafted_tokens_per_s"]),
+                f"{number(every['speedup'], 2)}x",
+                number(every["tokens_per_step"], 2),
+                f"{number(flat['speedup'], 2)}x, {number(flat['tokens_per_step'], 2)} a step"
+                if flat
+                else NOTHING,
+                *(f"{name} {number(sums['speedup'], 2)}x" for name, sums in (kinds[0], kinds[-1])),
+                f"{number(100 * row['overhead_share'])} %",
+            ]
+        )
+    return markdown(head, lines)
+
+
 def differing(result: Result) -> tuple[int, int]:
     """Differing node comparisons, and how many shapes were compared."""
     found = [row["differing"] for row in result["rows"] if row.get("differing") is not None]
