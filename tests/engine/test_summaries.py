@@ -145,28 +145,25 @@ def test_the_turns_it_stands_for_are_out_of_sight_and_the_rest_is_as_it_was(prog
     assert [turn.id for turn in chat.turns()] == [turn.id for turn in turns]
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_resumed_is_never_quit_and_drafted_is_plain_behind_a_summary(program, lost, tmp_path):
-    never = program("never")
-    chat = never.chats.new("ada")
-    number, _ = until_summed_up(chat)
-    list(chat.send("and now?"))
-    drafted = program("drafted", spec="tree:3").chats.new("ada")
-    quitting = program("quitting")
-    ref = quitting.chats.new("ada")
-    for n in range(1, number + 1):
-        list(drafted.send(prompt(n)))
-        list(ref.send(prompt(n)))
-    quitting.close()
-    if lost:
-        for file in (tmp_path / "quitting").glob("kv.db*"):
+def test_resumed_is_never_quit_and_drafted_is_plain_behind_a_summary(program, tmp_path):
+    def told(chat: Any) -> list[Any]:
+        return [(turn.prompt, turn.reply, turn.seen) for turn in chat.turns()]
+
+    wanted = None
+    for name, spec, lost in (("plain", "none", False), ("drafted", "tree:3", True)):
+        here = program(name, spec=spec)
+        chat = here.chats.new("ada")
+        until_summed_up(chat)
+        fork = chat.fork()
+        list(chat.send("and now?"))
+        wanted = wanted or told(chat)
+        assert told(chat) == wanted
+        here.close()
+        for file in tmp_path.glob(f"{name}/kv.db*") if lost else ():
             file.unlink()
-    resumed = program("quitting").chats.open(ref.id)
-    list(resumed.send("and now?"))
-    list(drafted.send("and now?"))
-    wanted = [(turn.prompt, turn.reply, turn.seen) for turn in chat.turns()]
-    assert [(turn.prompt, turn.reply, turn.seen) for turn in resumed.turns()] == wanted
-    assert [(turn.prompt, turn.reply, turn.seen) for turn in drafted.turns()] == wanted
+        resumed = program(name).chats.open(fork.id)
+        list(resumed.send("and now?"))
+        assert told(resumed) == wanted
 
 
 def test_a_summary_that_is_not_shorter_is_not_used(program, monkeypatch):
@@ -190,50 +187,49 @@ def test_small_models_are_refused_unless_forced(program):
     assert isinstance(list(chat.send("hello"))[-1], Done)
 
 
+def until_it_is_begun(chat: Any) -> tuple[int, list[Any], list[Any]]:
+    """Prompts until a summary is begun; stops that one. Which, the turns before, its events."""
+    for number in range(1, 12):
+        before, events = chat.turns(), []
+        for event in chat.send(prompt(number)):
+            events.append(event)
+            if isinstance(event, Summarizing):
+                chat.cancel()
+        if any(isinstance(event, Summarizing) for event in events):
+            return number, before, events
+    raise AssertionError("no summary was begun")
+
+
 def test_a_summary_can_be_stopped_and_loses_nothing(program):
-    here = program()
-    chat = here.chats.new("ada")
-    number, _ = until_summed_up(program("first").chats.new("ada"))
-    for n in range(1, number):
-        list(chat.send(prompt(n)))
-    before = chat.turns()
-    events = []
-    for event in chat.send(prompt(number)):
-        events.append(event)
-        if isinstance(event, Summarizing):
-            chat.cancel()
+    chat = program().chats.new("ada")
+    number, before, events = until_it_is_begun(chat)
     assert events[-1].finish_reason == "cancelled"
     assert not any(isinstance(event, ForgetEvent) for event in events)
-    after = chat.turns()
-    assert after[:-1] == before
-    assert (after[-1].prompt, after[-1].reply, after[-1].state) == (
-        prompt(number),
-        "",
-        "interrupted",
-    )
-    events = list(chat.send(prompt(number)))
-    assert forget_of(events).policy == "summarize"
+    (*same, last) = chat.turns()
+    assert same == before
+    assert (last.prompt, last.reply, last.state) == (prompt(number), "", "interrupted")
+    assert forget_of(list(chat.send(prompt(number)))).policy == "summarize"
 
 
 def test_a_summary_that_fails_gives_the_prompt_back(program, monkeypatch):
     here = program()
     chat = here.chats.new("ada")
-    number, _ = until_summed_up(program("first").chats.new("ada"))
-    for n in range(1, number):
-        list(chat.send(prompt(n)))
-    before = chat.turns()
     answer = here.engine.generate
 
     def refuse(request: Any) -> Any:
-        yield Failed("out_of_memory", 4, "The memory is full.", "Close what else uses it.")
+        if request.messages[-1].content.startswith("Sum up"):
+            yield Failed("out_of_memory", 4, "The memory is full.", "Close what else uses it.")
+        else:
+            yield from answer(request)
 
     monkeypatch.setattr(here.engine, "generate", refuse)
-    events = list(chat.send(prompt(number)))
+    number, before, events = until_it_is_begun(chat)
     assert "No summary could be written: The memory is full." in events[-1].message
     assert "--on-overflow turns" in events[-1].hint
     assert chat.turns() == before
     assert here.store.search(f"{number}: what", limit=5)  # what was typed is stored
-    monkeypatch.setattr(here.engine, "generate", answer)
+    monkeypatch.undo()
+    monkeypatch.setattr(summaries, "PROMPT", "Sum up in {words}.")
     assert forget_of(list(chat.send(prompt(number)))).policy == "summarize"
 
 
