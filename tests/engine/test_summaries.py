@@ -12,7 +12,9 @@ from fakes import EOS, ByteTokenizer, TinyModel
 
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
+from chatkv.errors import StoreError
 from chatkv.events import Done, Failed, ForgetEvent, Summarizing
+from sessions import branches
 from sessions import summary as summaries
 from sessions.chat import Chats
 from sessions.exchange import export_jsonl
@@ -231,6 +233,25 @@ def test_a_summary_that_fails_gives_the_prompt_back(program, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(summaries, "PROMPT", "Sum up in {words}.")
     assert forget_of(list(chat.send(prompt(number)))).policy == "summarize"
+
+
+def test_a_branch_that_cannot_be_stored_leaves_the_old_one_whole(program, monkeypatch):
+    here = program()
+    chat = here.chats.new("ada")
+
+    def full(db: Any, turn: int) -> None:
+        raise StoreError("The disk is full.")
+
+    monkeypatch.setattr(branches, "_remove", full)  # the last of its statements
+    with pytest.raises(StoreError, match="disk is full"):
+        until_summed_up(chat)
+    (*same, last) = chat.turns()
+    assert {turn.state for turn in same} == {"done"}
+    assert (last.reply, last.state) == ("", "interrupted")
+    assert [turn.prompt for turn in chat.tree()] == [prompt(n + 1) for n in range(len(same) + 1)]
+    monkeypatch.undo()
+    monkeypatch.setattr(summaries, "PROMPT", "Sum up in {words}.")
+    assert forget_of(list(chat.send("again"))).policy == "summarize"
 
 
 def test_what_the_user_had_forgotten_stays_so_behind_a_summary(program):

@@ -221,9 +221,10 @@ def _print_turn(turn: TurnView) -> None:
     marks = [f"{turn.sibling}/{turn.siblings}"] if turn.siblings > 1 else []
     if turn.state != "done":
         marks.append(turn.state)
-    output.line(" ".join([f"── {turn.number} you", *(f"({mark})" for mark in marks)]))
+    who = ("summary asked for", "summary") if turn.summary else ("you", "assistant")
+    output.line(" ".join([f"── {turn.number} {who[0]}", *(f"({mark})" for mark in marks)]))
     output.line(turn.prompt)
-    output.line(f"── {turn.number} assistant")
+    output.line(f"── {turn.number} {who[1]}")
     if not turn.reply and turn.state == "interrupted":
         output.line(f"({answer.NO_REPLY})")
     else:

@@ -97,14 +97,7 @@ def recall(found: Globals, ref: str, turns: tuple[str, ...], every: bool, as_jso
 @click.pass_obj
 def pin(found: Globals, ref: str, turns: tuple[str, ...], as_json: bool) -> None:
     """Protect turns from every policy, in every fork that has them. You can still forget them."""
-
-    def act(chat: ChatPort) -> list[int]:
-        numbers = turn_numbers(" ".join(turns), len(chat.turns()))
-        if warning := chat.pin(numbers):
-            output.note(warning)
-        return numbers
-
-    _change(found, ref, act, "pinned", "Pinned:", as_json)
+    _change(found, ref, _pins(turns, pinned=True), "pinned", "Pinned:", as_json)
 
 
 @click.command(cls=Command, context_settings=NEGATIVE, short_help="Let pinned turns go again.")
@@ -114,13 +107,19 @@ def pin(found: Globals, ref: str, turns: tuple[str, ...], as_json: bool) -> None
 @click.pass_obj
 def unpin(found: Globals, ref: str, turns: tuple[str, ...], as_json: bool) -> None:
     """Let policies forget turns again."""
+    _change(found, ref, _pins(turns, pinned=False), "unpinned", "No longer pinned:", as_json)
+
+
+def _pins(turns: tuple[str, ...], *, pinned: bool) -> Callable[[ChatPort], list[int]]:
+    """What sets or lifts the pins of these turns, and says which they were."""
 
     def act(chat: ChatPort) -> list[int]:
         numbers = turn_numbers(" ".join(turns), len(chat.turns()))
-        chat.pin(numbers, pinned=False)
+        if warning := chat.pin(numbers, pinned=pinned):
+            output.note(warning)
         return numbers
 
-    _change(found, ref, act, "unpinned", "No longer pinned:", as_json)
+    return act
 
 
 def _change(
