@@ -13,7 +13,6 @@ from typing import Any
 from sessions.columns import dump_json
 from sessions.records import Render, Role
 from sessions.tree import (
-    TURN,
     add_forgets,
     add_turn,
     get_turn,
@@ -82,13 +81,14 @@ def add_branch(db: sqlite3.Connection, session_id: str, made: SummaryTurn) -> in
 def _copy(db: sqlite3.Connection, session_id: str, source: int, parent: int) -> int:
     """A copy of a turn below another parent, with its messages and ids. Returns its id.
 
-    It keeps the time of the first, by which `redact` finds it.
+    It keeps the time of the first, by which `redact` finds it, and says in `usage` that it is one,
+    so that nothing is counted twice.
     """
     depth = get_turn(db, parent).depth + 1
-    columns = TURN.removeprefix("id, parent_id, depth, session_id, ")
     turn = db.execute(
-        f"INSERT INTO turns(parent_id, depth, session_id, {columns})"
-        f" SELECT ?, ?, ?, {columns} FROM turns WHERE id = ?",
+        "INSERT INTO turns(parent_id, depth, session_id, state, pinned, redacted_at, created_at,"
+        " sampling, usage) SELECT ?, ?, ?, state, pinned, redacted_at, created_at, sampling,"
+        " json_set(usage, '$.copy', json('true')) FROM turns WHERE id = ?",
         (parent, depth, session_id, source),
     ).lastrowid
     assert turn is not None

@@ -34,6 +34,15 @@ class ForgetStore(TurnStore):
             tree.get_turn(self._db, turn_id)
             tree.add_forgets(self._db, turn_id, [record])
 
+    def forget_counts(self) -> dict[str, dict[str, int]]:
+        """`times` and `tokens` that left the model's sight, by policy, over all conversations."""
+        with self._reading():
+            rows = self._db.execute(
+                "SELECT policy, count(*), sum(num_tokens) FROM forgets WHERE cancels IS NULL"
+                " GROUP BY policy ORDER BY policy"
+            )
+            return {policy: {"times": n, "tokens": size} for policy, n, size in rows.fetchall()}
+
     def branch(self, session_id: str, made: SummaryTurn) -> int:
         """Put a summary in place of turns, on a branch that becomes the session's path.
 

@@ -63,9 +63,15 @@ class ChatStore(ForgetStore):
             return [replace(row, match=texts.get(hits.get(row.id, 0), "")) for row in rows]
 
     def turn_usage(self) -> list[tuple[int, dict[str, Any]]]:
-        """When each turn of all conversations began, in Unix milliseconds, and its numbers."""
+        """When each turn of all conversations began, in Unix milliseconds, and its numbers.
+
+        Copies behind a summary are left out: what they cost was counted once.
+        """
         with self._reading():
-            rows = self._db.execute("SELECT id, created_at, usage FROM turns WHERE depth > 0")
+            rows = self._db.execute(
+                "SELECT id, created_at, usage FROM turns"
+                " WHERE depth > 0 AND json_extract(usage, '$.copy') IS NULL"
+            )
             return [(at, load_object(usage, f"turn {row}")) for row, at, usage in rows.fetchall()]
 
     def _named(self, query: str) -> set[str]:

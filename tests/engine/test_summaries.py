@@ -120,6 +120,9 @@ def test_a_summary_stands_for_turns_on_a_branch_of_its_own(program):
     assert [turn.prompt for turn in turns if not turn.summary] == kept
     assert event.live_after < event.live_before
     assert chat.context().used <= LIMIT
+    counted = [usage for _, usage in here.store.turn_usage()]
+    assert len(counted) == number + 1  # copies are none
+    assert here.store.forget_counts() == {"summarize": {"times": 1, "tokens": event.num_tokens}}
     done = events[-1]
     assert done.usage.forgotten_tokens == event.num_tokens
     assert done.usage.summary_n > 0
