@@ -4,6 +4,7 @@ only, and a resume gives the trees of a chat that never quit."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from chatkv.models.catalog import ModelFile
 from chatkv.models.decoder import Decoder
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.control import Controller
+from chatkv.spec.drafter import GuardedDrafters
 from chatkv.spec.drafters import heads as heads_drafter
 from chatkv.spec.drafters.eagle import EagleDrafter, Held, _usable
 from chatkv.spec.heads import cpu_eagle
@@ -24,6 +26,7 @@ from chatkv.spec.heads.file import HeadFile, save, target_of
 from chatkv.spec.heads.grow import EagleCell, Growth, Vocabulary, grow
 from chatkv.spec.heads.modules import EagleHead, angles_of, new_head
 from chatkv.spec.heads.shape import shape_for
+from chatkv.spec.tree import DraftTree
 from chatkv.tokenizer import Tokenizer
 from sessions.pages import SqlitePageStore
 
@@ -269,3 +272,93 @@ def test_what_is_remembered_is_bounded_and_found_by_its_ids(decoder, file):
     assert _usable(drafter.left[-1], [18, *range(50)]) == 0
     drafter.follow(50, [19, *range(30), 99])
     assert (drafter.held[50].first, drafter.held[50].stop) == (0, 30)
+
+
+class Knows:
+    """Guesses what is known to come, beside something else."""
+
+    name = "knows"
+
+    def __init__(self, known: list[int]) -> None:
+        self.known = known
+
+    def follow(self, seq_id, tokens): ...
+    def observe(self, seq_id, accepted): ...
+    def drop(self, seq_id): ...
+
+    def propose(self, contexts, max_rows):
+        return [self.tree(list(context.tokens)) for context in contexts]
+
+    def tree(self, tokens: list[int]) -> DraftTree:
+        right = self.known[len(tokens) : len(tokens) + 3]
+        other = [3 + (right[0] == 3)] if right else []
+        parents = [0, 0, 0, 2, 3][: 1 + len(other) + len(right)]
+        return DraftTree.of([tokens[-1], *other, *right], parents, source=self.name)
+
+
+def test_what_is_stored_are_the_rows_that_stayed_each_with_the_id_behind_it(
+    decoder, file, monkeypatch
+):
+    """Rows of trees have the bits that the same ids have in a prompt."""
+
+    def reply(ids: list[int], length: int, known: list[int]):
+        on = engine(decoder, "tree:6")
+        drafter, rows = drafter_of(on), dict[int, tuple[bytes, int]]()
+        both: Any = [Knows(known), drafter]
+        on.drafting.drafters = GuardedDrafters(both, vocab_size=decoder.spec.vocab_size)
+        store = drafter.grower.store
+
+        def watched(memory, start, features, tokens):
+            for row, token in enumerate(tokens):
+                rows[start + row] = np.asarray(features)[row].tobytes(), token
+            store(memory, start, features, tokens)
+
+        monkeypatch.setattr(drafter.grower, "store", watched)
+        params = SamplingParams(temperature=0.8, seed=2, max_tokens=length)
+        seq = on.add(ids, [False] * len(ids), params)
+        for _ in on.prefill(seq):
+            pass
+        while not seq.finished:
+            on.step([seq])
+        on.finish(seq)
+        assert not on.drafting.drafters.failures
+        return seq.tokens, rows, on.drafting.controller.stats.tau
+
+    tokens, _, _ = reply(some_ids(20), 24, [])
+    same, drafted, tau = reply(some_ids(20), 24, tokens)
+    assert same == tokens
+    assert tau is not None
+    assert tau > 2, "guesses were right, so rows moved"
+    _, prompt, _ = reply(tokens, 3, [])
+    assert len(drafted) > 30
+    assert {place: token for place, (_, token) in drafted.items()} == {
+        place: tokens[place + 1] for place in drafted
+    }
+    assert {place: prompt[place] for place in drafted} == drafted
+
+
+def test_sequences_that_begin_alike_share_no_memory(decoder, file):
+    drafter = EagleDrafter(CpuEagle(file, decoder), (1, 2, 3))
+    rng = np.random.default_rng(0)
+
+    def read(seq_id: int, start: int, ids: list[int]) -> None:
+        rows: np.ndarray = rng.random((len(ids) - 1 - start, 3, decoder.spec.hidden_size))
+        drafter.read(seq_id, start, rows.astype(np.float32))  # type: ignore[arg-type]
+
+    ids = some_ids(30)
+    read(1, 0, ids)
+    drafter.follow(1, ids)
+    drafter.catch_up(1, ids)
+    drafter.drop(1)
+    (left,) = drafter.left
+    before = left.memory.keys.copy()
+    for seq_id in (2, 3):
+        longer = [*ids, *some_ids(12, seq_id)]
+        read(seq_id, 29, longer)
+        drafter.follow(seq_id, longer)
+        drafter.catch_up(seq_id, longer)
+        assert (drafter.held[seq_id].first, drafter.held[seq_id].stop) == (0, 41)
+    one, other = drafter.held[2].memory.keys, drafter.held[3].memory.keys
+    assert np.array_equal(one[..., :29], other[..., :29])
+    assert not np.array_equal(one, other)
+    assert np.array_equal(left.memory.keys, before)
