@@ -230,3 +230,16 @@ def test_positions_turn_heads_as_the_target_does():
     cos, sin = angles_of(shape, torch.tensor([0, 3]))
     assert torch.equal(cos[0], torch.ones(32))
     assert float(sin[1, 0]) == pytest.approx(0.14112, abs=1e-5)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_a_sure_guess_is_never_without_its_parent(rows):
+    """All on the best path are certain, so they rank alike: the upper ones stay."""
+    head, words = made("recurrent"), vocabulary()
+    roots = torch.arange(40)
+    found = grow(
+        head, RecurrentCell(head, torch.randn(40, 3, SPEC.hidden_size)), words, roots,
+        Growth(rows=rows, depth=4, width=3, children=6), inverse_t=torch.full((40,), 1e5),
+    )  # fmt: skip
+    assert found.parents.tolist() == [[0, *range(rows - 1)]] * 40
+    assert found.chance.tolist() == [[1.0] * rows] * 40
