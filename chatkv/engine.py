@@ -203,7 +203,8 @@ class Engine:
         chain = Chain(root, self.pool.page_size, list(tokens), list(sampled))
         for op in ops:
             chain.add(op)
-        return Pricer(self.prefix, self.tiers, chain).price(stages(ops, self.pool.page_size))
+        pricer = Pricer(self.prefix, self.tiers, chain, self.model.spec.widest_window)
+        return pricer.price(stages(ops, self.pool.page_size))
 
     def limits(self, max_tokens: int | None = None) -> Limits:
         """What a path has to fit here, for a reply of so many tokens."""

@@ -36,6 +36,7 @@ from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import Origin, PageHead
 from chatkv.kv.table import PageTable
 from chatkv.kv.tiers import Lookup, Tiers
+from chatkv.kv.window import InSight, in_sight
 from chatkv.models.logits import Features
 from chatkv.models.model import Model
 from chatkv.sequence import Sequence
@@ -148,7 +149,9 @@ class Prompts:
         size, chain = self.pool.page_size, Chain(root, self.pool.page_size, tokens, sampled)
         for op in ops:
             chain.add(op)
-        stage = stages(ops, size)[-1]
+        stage, window = stages(ops, size)[-1], self.model.spec.widest_window
+        if window is not None and len(tokens) > window and self.tiers is not None:
+            return self._preview_in_window(self.tiers, chain, stage, window)
         closed = {span.first: chain.stop(span.first) or span.first + size for span in stage.spans}
         whole = range(stage.base, stage.base + (len(tokens) - stage.base) // size * size, size)
         pages = [*closed.items(), *((first, first + size) for first in whole)]
@@ -182,6 +185,27 @@ class Prompts:
             computed_tokens=len(tokens) - known,
             computed_pages=self.pool.pages_for(len(tokens) - known),
             ms=ms,
+        )
+
+    def _preview_in_window(self, tiers: Tiers, chain: Chain, stage: Stage, window: int) -> Preview:
+        """Of a path of which every layer sees the end only."""
+        tiers.begin(compares=False)
+        total = len(chain.ids)
+        found = in_sight(self.prefix, tiers, chain, stage, total, window)
+        found = found or InSight(0, [], [], [])
+        left, chosen = total - found.num_tokens, sum(chain.sampled[found.num_tokens :])
+        num_bytes, rates = self.pool.payload_bytes(sum(found.disk)), tiers.rates
+        restore_s = rates.restore_s(num_bytes) if num_bytes else 0.0
+        compute_s = rates.compute_s(left - chosen, chosen)
+        return Preview(
+            tokens=total,
+            pool_pages=len(found.pool),
+            host_pages=len(found.host),
+            disk_pages=len(found.disk),
+            disk_bytes=num_bytes,
+            computed_tokens=left,
+            computed_pages=self.pool.pages_for(left),
+            ms=None if restore_s is None or compute_s is None else 1000 * (restore_s + compute_s),
         )
 
     def forget(self, seq: Sequence) -> None:

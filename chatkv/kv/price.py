@@ -13,6 +13,7 @@ from chatkv.kv.keys import common_tokens
 from chatkv.kv.layout import Span, Stage
 from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.tiers import Tiers
+from chatkv.kv.window import in_sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,13 @@ class Pricer:
         prefix: Pages of the pool.
         tiers: Pages of host memory and of the disk.
         chain: Of the path.
+        window: Positions behind which no layer sees anything; None if one sees all.
     """
 
-    def __init__(self, prefix: PrefixCache, tiers: Tiers, chain: Chain) -> None:
-        self.prefix, self.tiers, self.chain = prefix, tiers, chain
+    def __init__(
+        self, prefix: PrefixCache, tiers: Tiers, chain: Chain, window: int | None = None
+    ) -> None:
+        self.prefix, self.tiers, self.chain, self.window = prefix, tiers, chain, window
 
     def price(self, stages: Sequence[Stage]) -> Price:
         """Of all ids of the chain, whose last one is always computed.
@@ -55,6 +59,13 @@ class Pricer:
         live = stages[-1].live + total - stages[-1].base
         ends = [*(stage.base for stage in stages[1:]), total]
         for stage, end in reversed(list(zip(stages, ends, strict=True))):
+            if self.window is not None and end > self.window:
+                found = in_sight(self.prefix, self.tiers, self.chain, stage, end, self.window)
+                if found is not None:
+                    near, far = self._rest(found.num_tokens, end)
+                    pool, disk = sum(found.pool) + sum(found.host) + near, sum(found.disk) + far
+                    return Price(pool, disk, total - found.num_tokens - near - far, live)
+                continue
             closed = self._closed(stage.spans)
             if closed is not None:
                 pool, disk = self._follow(stage.base, end)
@@ -90,15 +101,16 @@ class Pricer:
             rest = keys[held + host :]
             found = self.tiers.find(rest)
             disk = size * next((n for n, key in enumerate(rest) if key not in found), len(rest))
-        start = base + pool + disk
-        ids, sampled = self._ids(start, min(end, start + size))
-        if ids:
-            near, far = self._edge(self.chain.parent(start), ids, sampled)
-            if far > near and (plan is None or plan.restore):
-                disk += far
-            else:
-                pool += near
-        return pool, disk
+        near, far = self._rest(base + pool + disk, end, plan is None or plan.restore)
+        return pool + near, disk + far
+
+    def _rest(self, start: int, end: int, reads: bool = True) -> tuple[int, int]:
+        """Rows of the page that begins at `start`, in memory or else on disk."""
+        ids, sampled = self._ids(start, min(end, start + self.chain.size))
+        if not ids:
+            return 0, 0
+        near, far = self._edge(self.chain.parent(start), ids, sampled)
+        return (0, far) if far > near and reads else (near, 0)
 
     def _ids(self, start: int, stop: int) -> tuple[Sequence[int], Sequence[bool]]:
         return self.chain.ids[start:stop], self.chain.sampled[start:stop]

@@ -138,6 +138,38 @@ def test_a_long_conversation_holds_as_many_pages_as_its_window() -> None:
     assert on.gauges().used_bytes == 0
 
 
+def test_what_a_turn_would_cost_counts_what_its_window_holds(tmp_path: Path) -> None:
+    model = tiny("all")
+    store = SqlitePageStore(tmp_path / "kv.db", model.identity(16), limit_bytes=1 << 30)
+    on = engine(model, context=512, store=store, salt=store.salt)
+    talk = Talk("error", tokens=20)
+    for prompt in prompts(TURNS):
+        talk.say(on, prompt)
+    most = WINDOW // 16 + 2
+    for ops in ([], [Op(len(talk.ids) - 9, ((20, 40), (len(talk.ids) - 30, len(talk.ids) - 20)))]):
+        seq = on.add(talk.ids, talk.sampled, SamplingParams(max_tokens=1), ops=ops)
+        on.generate([seq])
+        on.finish(seq)
+        seen, price = (look(talk.ids, talk.sampled, ops=ops) for look in (on.preview, on.price))
+        assert 0 < seen.pool_pages <= most
+        assert (seen.disk_pages, price.disk) == (0, 0)
+        assert seen.computed_tokens <= 16
+        assert 0 < price.pool <= 16 * most
+        assert price.computed <= 1
+    assert on.saver is not None
+    on.saver.flush(5)
+    on.prefix.clear()
+    seen, price = on.preview(talk.ids, talk.sampled), on.price(talk.ids, talk.sampled)
+    assert 0 < seen.disk_pages <= most
+    assert seen.disk_bytes == on.pool.payload_bytes(16 * seen.disk_pages)
+    assert (price.pool, price.disk > WINDOW - 16, price.computed < 16) == (0, True, True)
+    store.purge(talk.ids, 0)
+    assert on.preview(talk.ids, talk.sampled).computed_tokens == len(talk.ids)
+    assert on.price(talk.ids, talk.sampled).computed == len(talk.ids)
+    on.close()
+    store.close()
+
+
 def test_where_a_layer_sees_all_no_page_goes() -> None:
     on = engine(tiny("mixed"), context=512)
     seq = on.add([259, *WORDS * 4], [False] * (1 + 4 * len(WORDS)), SamplingParams(max_tokens=5))
