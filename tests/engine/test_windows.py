@@ -13,6 +13,7 @@ from talk import COSTS, WORDS, Talk, engine, images, prompts
 from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.errors import ConfigError
+from chatkv.forget import check_policy, parse_policy
 from chatkv.kv.ops import Op
 from chatkv.prefill import PrefillReport
 from chatkv.sampling import SamplingParams
@@ -231,3 +232,5 @@ def test_positions_cannot_move_where_a_layer_has_a_window() -> None:
         on = engine(tiny(kind))
         with pytest.raises(ConfigError, match="has sliding-window layers, so positions cannot"):
             on.add([1] * 50, [False] * 50, SamplingParams(), ops=[Op(40, ((4, 20),), rebase=True)])
+        with pytest.raises(ConfigError, match="but the model has sliding-window layers"):
+            check_policy(parse_policy("window:window_tokens=64"), on.limits())
