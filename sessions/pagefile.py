@@ -79,6 +79,9 @@ CREATE TABLE snapshots(                                -- the end of a turn: a w
   backend TEXT NOT NULL, created_at INTEGER NOT NULL) STRICT, WITHOUT ROWID""",
 )
 
+WRITE_FORMAT = 2
+"""Of the header: a journal is 1, WAL is 2."""
+
 
 @dataclass(slots=True)
 class PageFile:
@@ -131,7 +134,7 @@ def open_page_file(path: Path, *, limit_bytes: int, salt: bytes | None = None) -
                 try:
                     return _open(path, limit_bytes, salt, notices)
                 except sqlite3.Error as error:
-                    if fault(error) not in ("damaged", "other"):
+                    if fault(error) not in ("damaged", "other") and not _forbids_writing(path):
                         raise
                     notices.append(set_aside(path, str(error)))
             return _open(path, limit_bytes, salt, notices)
@@ -139,6 +142,14 @@ def open_page_file(path: Path, *, limit_bytes: int, salt: bytes | None = None) -
         raise NoPageFile(f"Pages are not kept: {error.message}") from error
     except (OSError, sqlite3.Error) as error:
         raise NoPageFile(f"Pages are not kept: {path}: {error}.") from error
+
+
+def _forbids_writing(path: Path) -> bool:
+    """Whether the header asks SQLite for a format that may only be read: nobody writes such files,
+    so a bit of it is wrong."""
+    with path.open("rb") as file:
+        header = file.read(20)
+    return header[:16] == b"SQLite format 3\0" and header[18] > WRITE_FORMAT
 
 
 def set_aside(path: Path, why: str) -> str:
