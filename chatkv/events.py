@@ -190,6 +190,12 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose K/V were found in memory or on disk."""
+    host_tokens: int = 0
+    """Of these, the ones that came from host memory."""
+    disk_tokens: int = 0
+    """Of these, the ones that came from disk; the rest was in the pool."""
+    token_bytes: int = 0
+    """K/V of one token."""
     prompt_n: int = 0
     """Prompt tokens that were computed for this reply."""
     reusable_tokens: int = 0

@@ -53,6 +53,10 @@ class PrefillReport:
     """Tokens from the first on that were computed before, as far as the caller knows."""
     reused: int = 0
     """Tokens found in the pool, in host memory or on disk."""
+    host_tokens: int = 0
+    """Of these, the ones in pages that came from host memory."""
+    disk_tokens: int = 0
+    """Of these, the ones in pages that came from disk."""
     computed: int = 0
     restored_pages: int = 0
     """From disk."""
@@ -308,8 +312,9 @@ class Prompts:
                 publish(self.prefix, found, self.pool.page_size)
         if found.restored:
             report.restore_ms = 1000 * (perf_counter() - begun)
-        report.restored_pages, report.host_pages = look.disk_pages, look.host_pages
+        report.restored_pages, report.host_pages = look.disk_pages, len(look.host_keys)
         report.reused = found.num_reused
+        report.host_tokens, report.disk_tokens = _by_tier(found, look, self.pool.page_size)
         if report.reason == "new" and found.num_tokens < report.known:
             report.reason, report.detail = self._why(seq, report, look)
 
@@ -553,6 +558,19 @@ class Prompts:
 
 def _quarantine(saver: PageSaver, key: bytes) -> None:
     saver.store.quarantine(key, "witness", descendants=True)
+
+
+def _by_tier(found: Found, look: Lookup, page_size: int) -> tuple[int, int]:
+    """Reused ids in pages that came from host memory, and from disk."""
+    keys = {page: head.key for page, head in found.restored}
+    host = disk = 0
+    for page, size in zip(found.pages, found.sizes(page_size), strict=True):
+        key = keys.get(page)
+        if key in look.host_keys:
+            host += size
+        elif key is not None:
+            disk += size
+    return host, disk
 
 
 def _given_start(sampled: list[bool], index: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -14,6 +14,8 @@ WINDOW_S = 300.0
 """Length of the moving window of a process."""
 LOW_HIT_RATE, LOW_HIT_TOKENS = 0.9, 256
 """A turn below this rate is told, if so many tokens could have been reused."""
+TIERS = ("pool", "host", "disk")
+BY_TIER = ("host_tokens", "disk_tokens", "token_bytes")
 
 DEFINITIONS = {
     "used_bytes": "pages held by a live conversation; idle ones move to cached_bytes",
@@ -22,7 +24,10 @@ DEFINITIONS = {
     "free_bytes": "pages that hold nothing",
     "page_fill": "valid rows / slots of used pages",
     "prompt_tokens": "tokens that needed keys and values before the reply: reused + computed",
-    "reused_tokens": "of those, found in memory or on disk",
+    "reused_tokens": "of those, found in memory or on disk: pool + host + disk",
+    "pool": "pages that were still in the engine's pool",
+    "host": "pages that had left the pool and were kept in host memory",
+    "disk": "pages read from kv.db",
     "reusable_tokens": "of those, not seen for the first time: what could have been found",
     "hit_rate": "reused / reusable; none if nothing was reusable. New text cannot lower it",
     "reuse_share": "reused / prompt_tokens",
@@ -42,6 +47,10 @@ class Sums:
     reused_tokens: int = 0
     computed_tokens: int = 0
     reusable_tokens: int = 0
+    tiers: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {tier: {"tokens": 0, "bytes": 0} for tier in TIERS}
+    )
+    """Reused tokens, and the bytes of their K/V, by where they were found."""
 
     def add(self, usage: Usage) -> None:
         """One more turn."""
@@ -50,12 +59,19 @@ class Sums:
         self.reused_tokens += usage.cached_tokens
         self.computed_tokens += usage.prompt_n
         self.reusable_tokens += usage.reusable_tokens
+        if not usage.token_bytes:
+            return  # of a version that did not say where
+        below = usage.host_tokens + usage.disk_tokens
+        found = (usage.cached_tokens - below, usage.host_tokens, usage.disk_tokens)
+        for tier, tokens in zip(TIERS, found, strict=True):
+            self.tiers[tier]["tokens"] += tokens
+            self.tiers[tier]["bytes"] += tokens * usage.token_bytes
 
     def add_stored(self, usage: Mapping[str, Any]) -> None:
         """One more turn as `chat.db` keeps it; one that was never counted adds nothing."""
-        names = ("cached_tokens", "prompt_n", "reusable_tokens")
+        names = ("cached_tokens", "prompt_n", "reusable_tokens", *BY_TIER)
         found = {name: usage[name] for name in names if isinstance(usage.get(name), int)}
-        if len(found) == len(names):
+        if all(name in found for name in names[:3]):
             self.add(Usage(**found))
 
     @property

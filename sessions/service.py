@@ -236,6 +236,9 @@ class EngineService:
         usage = Usage(
             prompt_tokens=report.reused + report.computed,
             cached_tokens=report.reused,
+            host_tokens=report.host_tokens,
+            disk_tokens=report.disk_tokens,
+            token_bytes=self.engine.pool.payload_bytes(1),
             prompt_n=report.computed,
             reusable_tokens=min(report.known, report.reused + report.computed),
             prompt_ms=prompt_ms,

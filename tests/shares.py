@@ -11,7 +11,7 @@ from typing import TypeVar
 from forked import CHILDREN, CONTEXT, importable
 
 T = TypeVar("T")
-JOBS = int(os.environ.get("CHATKV_JOBS") or len(os.sched_getaffinity(0)))
+JOBS = max(1, int(os.environ.get("CHATKV_JOBS") or len(os.sched_getaffinity(0))))
 
 
 def shares(count: int, jobs: int = JOBS) -> list[int]:

@@ -45,6 +45,12 @@ class Found:
         """Ids in sight that need not be computed."""
         return self.stage.live + self.num_tokens - self.stage.base
 
+    def sizes(self, page_size: int) -> list[int]:
+        """How many of these ids each of `pages` holds."""
+        starts = range(self.stage.base, self.num_tokens, page_size)
+        behind = [min(page_size, self.num_tokens - start) for start in starts]
+        return [*(span.size for span in self.stage.spans), *behind]
+
 
 def find_prefix(
     pool: PagePool,

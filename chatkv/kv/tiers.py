@@ -26,7 +26,8 @@ Restore = Literal["auto", "always", "never"]
 class Lookup:
     """What one prompt found below the pool."""
 
-    host_pages: int = 0
+    host_keys: set[bytes] = field(default_factory=set[bytes], repr=False)
+    """Of pages that came from host memory."""
     disk_pages: int = 0
     disk_bytes: int = 0
     disk_s: float = 0.0
@@ -107,7 +108,7 @@ class Tiers:
         for place, key in enumerate(keys):
             image = self.host.get(key)
             if image is not None:
-                self.look.host_pages += 1
+                self.look.host_keys.add(key)
                 self.look.last = key
                 yield image
                 continue

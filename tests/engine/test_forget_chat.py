@@ -167,7 +167,7 @@ def test_the_price_is_what_it_then_costs(program):
     assert price.disk > 0
     chat.recall([3])
     usage = say(chat, "z")[-1].usage
-    assert usage.cached_tokens == price.disk
+    assert usage.cached_tokens == usage.disk_tokens == price.disk
 
 
 def test_a_prompt_larger_than_the_window_is_refused_and_kept(program):

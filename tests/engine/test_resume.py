@@ -47,6 +47,7 @@ def test_restart_between_all_turns(start: Callable[..., Program], never_quit: li
         texts.append(done.text)
         if turn:
             assert done.usage.restored_pages > 0
+            assert done.usage.disk_tokens == done.usage.cached_tokens
             assert done.usage.verified is True
             assert done.usage.cached_tokens + done.usage.prompt_n == done.usage.prompt_tokens
             assert done.usage.prompt_n < 45

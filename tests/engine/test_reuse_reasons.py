@@ -254,6 +254,10 @@ def test_idle_chats_come_back_from_host_memory(start, texts, kv):
     done = say(first, PROMPTS[2])
     assert [*said, done.text] == texts
     assert done.usage.host_pages > 0
+    # Those of the last page that are not of this path are not reused.
+    size = program.engine.service.engine.pool.page_size
+    assert 0 <= size * done.usage.host_pages - done.usage.host_tokens < size
+    assert (done.usage.disk_tokens, done.usage.token_bytes) == (0, 1024)
     assert (done.usage.restored_pages, done.usage.verified) == (0, None)
     assert done.usage.reuse_reason == "new"
     if program.pages is not None:

@@ -92,7 +92,11 @@ def test_kv_stats(chatkv, tmp_path):
     data = chatkv("kv", "stats", "--json").json
     assert (data["pages"], data["tokens"], data["quarantined"]) == (1, 16, 0)
     assert data["limit_bytes"] > 0
-    assert "pages" in chatkv("kv", "stats").out
+    out = chatkv("kv", "stats").out
+    assert "pages" in out
+    assert "0 (0 B)" in out  # found nowhere yet
+    for name in ("pool", "host", "disk"):
+        assert f"\n{name} " in out  # what it means
 
 
 def test_the_round_trip_sees_a_page_that_changed(tmp_path, monkeypatch):

@@ -34,6 +34,18 @@ def test_new_text_cannot_lower_the_hit_rate():
     assert usage(0, 10, 0).hit_rate is None
 
 
+def test_reuse_by_tier_adds_up():
+    sums = Sums()
+    sums.add(Usage(cached_tokens=300, host_tokens=40, disk_tokens=100, token_bytes=8))
+    sums.add_stored({"cached_tokens": 7, "prompt_n": 0, "reusable_tokens": 7})  # nobody knows where
+    sums.add(Usage(cached_tokens=10, token_bytes=2))
+    assert sums.to_json()["tiers"] == {
+        "pool": {"tokens": 170, "bytes": 160 * 8 + 10 * 2},
+        "host": {"tokens": 40, "bytes": 320},
+        "disk": {"tokens": 100, "bytes": 800},
+    }
+
+
 def test_the_window_forgets():
     now = [0.0]
     window = Window(lambda: now[0])

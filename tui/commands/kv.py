@@ -18,7 +18,10 @@ from tui.settings import Settings
 if TYPE_CHECKING:
     from sessions.cachefile import CacheFile
 
-NAMED = ("prompt_tokens", "reused_tokens", "reusable_tokens", "hit_rate", "reuse_share")
+NAMED = (
+    *("prompt_tokens", "reused_tokens", "reusable_tokens", "hit_rate", "reuse_share"),
+    *("pool", "host", "disk"),
+)
 SIZES = {"payload_bytes", "file_bytes", "limit_bytes", "freed_bytes"}
 
 
@@ -54,8 +57,21 @@ def stats(found: Globals, ref: str | None, as_json: bool) -> None:
     for text in output.columns(table, right=(1, 2, 3, 4, 5, 6)):
         output.line(text)
     output.line("")
+    for text in output.columns(_tiers(reuse), right=(1, 2, 3)):
+        output.line(text)
+    output.line("")
     for text in output.columns([[name, about] for name, about in shown.items()]):
         output.line(text)
+
+
+def _tiers(reuse: dict[str, Any]) -> list[list[str]]:
+    """Tokens that were found, and the bytes of their K/V, a column a tier."""
+    tiers = ("pool", "host", "disk")
+    rows = [["found in", *tiers]]
+    for name, sums in reuse.items():
+        found = [sums["tiers"][tier] for tier in tiers]
+        rows.append([name, *(f"{f['tokens']:,} ({output.size(f['bytes'])})" for f in found)])
+    return rows
 
 
 def _cells(sums: dict[str, Any]) -> list[str]:
