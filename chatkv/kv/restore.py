@@ -49,7 +49,7 @@ class Found:
         """How many of these ids each of `pages` holds."""
         starts = range(self.stage.base, self.num_tokens, page_size)
         behind = [min(page_size, self.num_tokens - start) for start in starts]
-        return [*(span.size for span in self.stage.spans), *behind]
+        return [*(span.size for span in self.stage.spans), *behind][self.gone :]
 
 
 def find_prefix(
