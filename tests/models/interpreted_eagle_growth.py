@@ -32,7 +32,7 @@ IMPORTED = replace(
     OURS, source="eagle3", norms_residual=True, eps=1e-2, head_dim=48,
     rope_factors=(2.0, 1.5) * 12,
 )  # fmt: skip
-SMALL = Launches(score=Launch(32, 32), heads=Launch(16, 32), attend=Launch(16))
+SMALL = Launches(score=Launch(32, 32), heads=Launch(8, warps=2), attend=Launch(16))
 
 
 class Text:

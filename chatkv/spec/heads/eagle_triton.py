@@ -2,7 +2,7 @@
 
 Knows rows, nodes and a memory as buffers, and one sequence; no module and no graph. New rows go
 through `fuse_rows` and `store_rows`, which leaves the root's queries too. A depth is `node_heads`
-(but for the root), `attend_nodes`, `mix_nodes`, `feed_nodes`, then `down_nodes`, `score_ids` and
+(but for the root), `attend_nodes`, `add_nodes`, `feed_nodes`, `add_nodes`, then `score_ids` and
 `choose_nodes` of `grow_triton`.
 
 Row p of a sequence is in slot p % R of a memory. `span` is [2] int32, the rows [first, stop) that
@@ -27,11 +27,62 @@ from chatkv.spec.heads.grow_triton import EPS, ROWS
 CIRCLE = tl.constexpr(6.283185307179586)
 
 
+@triton.jit
+def weights_of(line, start, inputs, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """[PARTS, N, WIDE] of the weight rows that begin at line [N], zeros behind the last input.
+
+    A product in parts is short: each warp has its own, and they are added in the end. It is asked
+    for before the kernel in front has ended.
+    """
+    k = start + (tl.arange(0, PARTS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :])[:, None, :]
+    return tl.load(line[None, :, None] + k, mask=k < inputs, other=0.0)
+
+
+@triton.jit
+def rows_of(x, line, live, start, inputs, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """[PARTS, ROWS, WIDE] of rows `line` [ROWS] of x [.., inputs]."""
+    k = start + (tl.arange(0, PARTS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :])[:, None, :]
+    at = x + (line.to(tl.int64) * inputs)[None, :, None] + k
+    return tl.load(at, mask=(k < inputs) & live[None, :, None], other=0.0)
+
+
+@triton.jit
+def times(x, w):
+    """[ROWS, N] float32."""
+    return tl.sum(tl.dot(x, tl.permute(w, (0, 2, 1)), input_precision="ieee"), 0)
+
+
+@triton.jit
+def _two_products(
+    x, line, live, norm, low_at, low_w, high_at, high_w, inputs, eps,
+    PARTS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows `line` of x, normed with weights `norm`, times two sets of weight rows; of each the
+    first `weights_of` are here."""
+    chunk: tl.constexpr = PARTS * WIDE
+    one = tl.zeros([1], tl.int32)
+    read = rows_of(x, line, live, 0, inputs, PARTS, WIDE).to(tl.float32)
+    scales = rows_of(norm, one, one == 0, 0, inputs, PARTS, WIDE)
+    squares = tl.sum(tl.sum(read * read, 2), 0)
+    normed = (read * scales).to(low_w.dtype)
+    low = times(normed, low_w)
+    high = times(normed, high_w)
+    for at in range(chunk, inputs, chunk):
+        read = rows_of(x, line, live, at, inputs, PARTS, WIDE).to(tl.float32)
+        scales = rows_of(norm, one, one == 0, at, inputs, PARTS, WIDE)
+        squares += tl.sum(tl.sum(read * read, 2), 0)
+        normed = (read * scales).to(low_w.dtype)
+        low += times(normed, weights_of(low_at, at, inputs, PARTS, WIDE))
+        high += times(normed, weights_of(high_at, at, inputs, PARTS, WIDE))
+    scale = tl.rsqrt(squares / inputs + eps)[:, None]
+    return low * scale, high * scale
+
+
 @triton.jit(do_not_specialize=["rows"])
 def fuse_rows(
     tapped, path, span, count, weight, states, rows, hidden, slots,
-    TAPS: tl.constexpr, NORMED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    TAPS: tl.constexpr, NORMED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """states [R, H] float32 of new rows = weight [H, TAPS * H] times their taps.
 
@@ -41,68 +92,33 @@ def fuse_rows(
         NORMED: Each tap is normed first.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, hidden - 1).to(tl.int64)
+    line = weight + tl.minimum(n, hidden - 1).to(tl.int64) * (TAPS * hidden)
+    first_w = weights_of(line, 0, hidden, PARTS, WIDE)
     if PDL:
         gdc_launch_dependents()
-        ask(weight, row, TAPS * hidden, 0, AHEAD)
+        for tap in tl.static_range(1, TAPS):
+            ask(weight, tl.minimum(n, hidden - 1).to(tl.int64), TAPS * hidden, tap * hidden, 512)
         gdc_wait()
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = m < tl.load(count)
     source = tl.load(path + m, mask=live, other=0).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for tap in tl.static_range(TAPS):
-        x_at = tapped + (tap * rows.to(tl.int64) + source)[:, None] * hidden + k[None, :]
-        w_at = weight + row[:, None] * (TAPS * hidden) + tap * hidden + k[None, :]
-        part = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-        for at in range(0, hidden, BLOCK_K):
-            x = tl.load(x_at + at, mask=live[:, None], other=0.0)
-            squares += x * x
-            x = x.to(weight.dtype.element_ty)
-            part = tl.dot(x, tl.trans(tl.load(w_at + at)), part, input_precision="ieee")
+        from_row = tap * rows.to(tl.int64) + source
+        x = rows_of(tapped, from_row, live, 0, hidden, PARTS, WIDE)
+        squares = tl.sum(tl.sum(x * x, 2), 0)
+        w = first_w if tap == 0 else weights_of(line + tap * hidden, 0, hidden, PARTS, WIDE)
+        part = times(x.to(w.dtype), w)
+        for at in range(PARTS * WIDE, hidden, PARTS * WIDE):
+            x = rows_of(tapped, from_row, live, at, hidden, PARTS, WIDE)
+            squares += tl.sum(tl.sum(x * x, 2), 0)
+            part += times(x.to(w.dtype), weights_of(line + tap * hidden, at, hidden, PARTS, WIDE))
         if NORMED:
-            part = part * tl.rsqrt(tl.sum(squares, 1) / hidden + EPS)[:, None]
+            part = part * tl.rsqrt(squares / hidden + EPS)[:, None]
         total += part
     slot = ((tl.load(span + 1) + m) % slots).to(tl.int64)
     at = states + slot[:, None] * hidden + n[None, :]
     tl.store(at, total, mask=live[:, None] & (n < hidden)[None, :])
-
-
-@triton.jit
-def _heads(
-    states, state, embedding, token, live, state_norm, token_norm, qkv, row, hidden, eps,
-    HALF: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, N] each: rows `row` and `row + HALF` of qkv times [rms(E[token]); rms(state)]."""
-    k = tl.arange(0, BLOCK_K)
-    state_at = states + state[:, None] * hidden + k[None, :]
-    word_at = embedding + token[:, None] * hidden + k[None, :]
-    low_at = qkv + row[:, None] * (2 * hidden) + k[None, :]
-    high_at = low_at + HALF * 2 * hidden
-    low = tl.zeros([ROWS, row.shape[0]], tl.float32)
-    high = tl.zeros([ROWS, row.shape[0]], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    for at in range(0, hidden, BLOCK_K):
-        x = tl.load(word_at + at, mask=live[:, None], other=0.0).to(tl.float32)
-        squares += x * x
-        x = (x * tl.load(token_norm + at + k)[None, :]).to(qkv.dtype.element_ty)
-        low = tl.dot(x, tl.trans(tl.load(low_at + at)), low, input_precision="ieee")
-        high = tl.dot(x, tl.trans(tl.load(high_at + at)), high, input_precision="ieee")
-    scale = tl.rsqrt(tl.sum(squares, 1) / hidden + eps)[:, None]
-    state_low = tl.zeros([ROWS, row.shape[0]], tl.float32)
-    state_high = tl.zeros([ROWS, row.shape[0]], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    for at in range(0, hidden, BLOCK_K):
-        x = tl.load(state_at + at, mask=live[:, None], other=0.0)
-        squares += x * x
-        x = (x * tl.load(state_norm + at + k)[None, :]).to(qkv.dtype.element_ty)
-        w = tl.load(low_at + hidden + at)
-        state_low = tl.dot(x, tl.trans(w), state_low, input_precision="ieee")
-        w = tl.load(high_at + hidden + at)
-        state_high = tl.dot(x, tl.trans(w), state_high, input_precision="ieee")
-    state_scale = tl.rsqrt(tl.sum(squares, 1) / hidden + eps)[:, None]
-    return low * scale + state_low * state_scale, high * scale + state_high * state_scale
 
 
 @triton.jit
@@ -128,7 +144,7 @@ def store_rows(
     states, path, behind, span, count, embedding, state_norm, token_norm, qkv, turns, keys, values,
     q, last, hidden, eps, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of new rows into their slots, and the queries of the last one.
 
@@ -142,11 +158,14 @@ def store_rows(
     """
     head = tl.program_id(0) // (HALF // BLOCK_N)
     at = tl.program_id(0) % (HALF // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = (head * (2 * HALF) + at).to(tl.int64)
+    low_at = qkv + (head * (2 * HALF) + at).to(tl.int64) * (2 * hidden)
+    high_at = low_at + HALF * 2 * hidden
+    low_w = weights_of(low_at, 0, hidden, PARTS, WIDE)
+    high_w = weights_of(high_at, 0, hidden, PARTS, WIDE)
+    state_low_w = weights_of(low_at + hidden, 0, hidden, PARTS, WIDE)
+    state_high_w = weights_of(high_at + hidden, 0, hidden, PARTS, WIDE)
     if PDL:
         gdc_launch_dependents()
-        ask(qkv, row, 2 * hidden, 0, AHEAD)
-        ask(qkv, row + HALF, 2 * hidden, 0, AHEAD)
         gdc_wait()
     new = tl.load(count)
     total = tl.maximum(new, 1)
@@ -156,10 +175,15 @@ def store_rows(
     slot = tl.where(live, place % slots, 0)
     source = tl.load(path + m, mask=live, other=0)
     token = tl.load(behind + source, mask=live, other=0).to(tl.int64)
-    low, high = _heads(
-        states, slot.to(tl.int64), embedding, token, live, state_norm, token_norm, qkv, row, hidden,
-        eps, HALF, BLOCK_K,
+    low, high = _two_products(
+        embedding, token, live, token_norm, low_at, low_w, high_at, high_w, hidden, eps, PARTS, WIDE
+    )
+    state_low, state_high = _two_products(
+        states, slot, live, state_norm, low_at + hidden, state_low_w, high_at + hidden,
+        state_high_w, hidden, eps, PARTS, WIDE,
     )  # fmt: skip
+    low += state_low
+    high += state_high
     if head < HEADS + KV_HEADS:
         low, high = _turned(low, high, place, turns, at)
     is_last = m == total - 1
@@ -178,7 +202,7 @@ def node_heads(
     states, parents, tokens, span, count, embedding, state_norm, token_norm, qkv, turns, keys,
     values, q, nodes, depth, hidden, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries, keys and values of the nodes of a depth below the root.
 
@@ -190,21 +214,29 @@ def node_heads(
     """
     head = tl.program_id(0) // (HALF // BLOCK_N)
     at = tl.program_id(0) % (HALF // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = (head * (2 * HALF) + at).to(tl.int64)
+    low_at = qkv + (head * (2 * HALF) + at).to(tl.int64) * (2 * hidden)
+    high_at = low_at + HALF * 2 * hidden
+    low_w = weights_of(low_at, 0, hidden, PARTS, WIDE)
+    high_w = weights_of(high_at, 0, hidden, PARTS, WIDE)
+    state_low_w = weights_of(low_at + hidden, 0, hidden, PARTS, WIDE)
+    state_high_w = weights_of(high_at + hidden, 0, hidden, PARTS, WIDE)
     if PDL:
         gdc_launch_dependents()
-        ask(qkv, row, 2 * hidden, 0, AHEAD)
-        ask(qkv, row + HALF, 2 * hidden, 0, AHEAD)
         gdc_wait()
     m = tl.arange(0, ROWS)
     live = m < nodes
     parent = tl.load(parents + m, mask=live, other=0).to(tl.int64)
     token = tl.load(tokens + m, mask=live, other=0).to(tl.int64)
     place = tl.load(span + 1) + tl.load(count) - 1 + depth + m * 0
-    low, high = _heads(
-        states, parent, embedding, token, live, state_norm, token_norm, qkv, row, hidden, eps, HALF,
-        BLOCK_K,
+    low, high = _two_products(
+        embedding, token, live, token_norm, low_at, low_w, high_at, high_w, hidden, eps, PARTS, WIDE
+    )
+    state_low, state_high = _two_products(
+        states, parent, live, state_norm, low_at + hidden, state_low_w, high_at + hidden,
+        state_high_w, hidden, eps, PARTS, WIDE,
     )  # fmt: skip
+    low += state_low
+    high += state_high
     if head < HEADS + KV_HEADS:
         low, high = _turned(low, high, place, turns, at)
     if head < HEADS:
@@ -293,75 +325,61 @@ def attend_nodes(
 
 
 @triton.jit(do_not_specialize=["nodes"])
-def mix_nodes(
-    states, parents, x, o, norm, out, nodes, hidden, inputs, eps,
-    NORMED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+def add_nodes(
+    states, parents, x, weight, norm, out, nodes, hidden, inputs, eps,
+    NORMED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [nodes, H] float32 = state of the parent + o [H, I] times x [ROWS, I].
+    """out [nodes, H] float32 = state of the parent + weight [H, I] times x [ROWS, I].
 
     Args:
         NORMED: The state is normed first, with weight `norm` [H].
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, hidden - 1).to(tl.int64)
+    line = weight + row * inputs
+    w = weights_of(line, 0, inputs, PARTS, WIDE)
     if PDL:
         gdc_launch_dependents()
-        ask(o, row, inputs, 0, AHEAD)
         gdc_wait()
     m = tl.arange(0, ROWS)
     live = m < nodes
     seen = live[:, None] & (n < hidden)[None, :]
+    total = times(rows_of(x, m, live, 0, inputs, PARTS, WIDE), w)
+    for at in range(PARTS * WIDE, inputs, PARTS * WIDE):
+        w = weights_of(line, at, inputs, PARTS, WIDE)
+        total += times(rows_of(x, m, live, at, inputs, PARTS, WIDE), w)
     parent = tl.load(parents + m, mask=live, other=0).to(tl.int64)
-    total = tl.load(states + parent[:, None] * hidden + n[None, :], mask=seen, other=0.0)
-    k = tl.arange(0, BLOCK_K)
+    state = tl.load(states + parent[:, None] * hidden + n[None, :], mask=seen, other=0.0)
     if NORMED:
-        squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-        for at in range(0, hidden, BLOCK_K):
-            state = tl.load(
-                states + parent[:, None] * hidden + at + k[None, :], mask=live[:, None], other=0.0
-            )
-            squares += state * state
-        total = total * tl.rsqrt(tl.sum(squares, 1) / hidden + eps)[:, None]
-        total = total * tl.load(norm + row)[None, :]
-    x_at = x + m[:, None] * inputs + k[None, :]
-    o_at = o + row[:, None] * inputs + k[None, :]
-    acc = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for at in range(0, inputs, BLOCK_K):
-        rows = tl.load(x_at + at, mask=live[:, None], other=0.0)
-        acc = tl.dot(rows, tl.trans(tl.load(o_at + at)), acc, input_precision="ieee")
-    tl.store(out + m[:, None] * hidden + n[None, :], total + acc, mask=seen)
+        squares = tl.zeros([ROWS], tl.float32)
+        for at in range(0, hidden, PARTS * WIDE):
+            whole = rows_of(states, parent, live, at, hidden, PARTS, WIDE)
+            squares += tl.sum(tl.sum(whole * whole, 2), 0)
+        state = state * tl.rsqrt(squares / hidden + eps)[:, None] * tl.load(norm + row)[None, :]
+    tl.store(out + m[:, None] * hidden + n[None, :], state + total, mask=seen)
 
 
 @triton.jit(do_not_specialize=["nodes"])
 def feed_nodes(
     states, norm, gate, up, out, nodes, hidden, inner, eps,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [ROWS, I] = silu(gate z) * up z, z = rms(states [nodes, H]) * norm [H]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, inner - 1).to(tl.int64)
+    gate_at = gate + row * hidden
+    up_at = up + row * hidden
+    gate_w = weights_of(gate_at, 0, hidden, PARTS, WIDE)
+    up_w = weights_of(up_at, 0, hidden, PARTS, WIDE)
     if PDL:
         gdc_launch_dependents()
-        ask(gate, row, hidden, 0, AHEAD)
-        ask(up, row, hidden, 0, AHEAD)
         gdc_wait()
     m = tl.arange(0, ROWS)
     live = m < nodes
-    k = tl.arange(0, BLOCK_K)
-    state_at = states + m[:, None] * hidden + k[None, :]
-    gate_at = gate + row[:, None] * hidden + k[None, :]
-    up_at = up + row[:, None] * hidden + k[None, :]
-    g = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    u = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    for at in range(0, hidden, BLOCK_K):
-        x = tl.load(state_at + at, mask=live[:, None], other=0.0)
-        squares += x * x
-        x = (x * tl.load(norm + at + k)[None, :]).to(gate.dtype.element_ty)
-        g = tl.dot(x, tl.trans(tl.load(gate_at + at)), g, input_precision="ieee")
-        u = tl.dot(x, tl.trans(tl.load(up_at + at)), u, input_precision="ieee")
-    scale = tl.rsqrt(tl.sum(squares, 1) / hidden + eps)[:, None]
+    g, u = _two_products(
+        states, m, live, norm, gate_at, gate_w, up_at, up_w, hidden, eps, PARTS, WIDE
+    )
     at = out + m[:, None] * inner + n[None, :]
-    mixed = silu(g * scale) * (u * scale)
+    mixed = silu(g) * u
     tl.store(at, mixed.to(out.dtype.element_ty), mask=live[:, None] & (n < inner)[None, :])

@@ -48,11 +48,11 @@ class Launches:
     down: Launch = Launch(16, 64)
     score: Launch = Launch(64, 64)
     choose: Launch = Launch(0, warps=8)
-    fuse_rows: Launch = Launch(16, 64)
-    heads: Launch = Launch(16, 64)
-    attend: Launch = Launch(128, stages=3)
-    mix: Launch = Launch(16, 64)
-    feed: Launch = Launch(16, 64)
+    fuse_rows: Launch = Launch(16, warps=8, stages=1)
+    heads: Launch = Launch(8, warps=8, stages=1)
+    attend: Launch = Launch(512, warps=8, stages=1)
+    add: Launch = Launch(8, warps=8, stages=1)
+    feed: Launch = Launch(16, warps=8, stages=1)
 
 
 class TreeGrower(ABC, Generic[HeadT]):
@@ -196,6 +196,11 @@ class FusedGrower(TreeGrower[RecurrentHead]):
             AHEAD=cut.ahead, **self._options(cut),
         )  # fmt: skip
         self._down(states, parents, head.down, depth, nodes)
+
+
+def wide(inputs: int, cut: Launch) -> int:
+    """Inputs of a part, one part a warp."""
+    return min(256, max(16, triton.next_power_of_2(triton.cdiv(inputs, cut.warps))))
 
 
 def turn(inputs: int, most: int) -> int:

@@ -10,7 +10,7 @@ Knows tensors of one sequence; no graph, no sequence and no `DraftTree`. `grow.g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, pi
+from math import pi
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from chatkv.models.tree_rows import Carried, TreeRows
 from chatkv.models.walk_triton import LONGEST_PATH
 from chatkv.spec.heads import eagle_triton as kernels
-from chatkv.spec.heads.fused import ROWS, TreeGrower, turn
+from chatkv.spec.heads.fused import ROWS, Launch, TreeGrower, wide
 from chatkv.spec.heads.grow import Growth, Vocabulary
 from chatkv.spec.heads.modules import EagleHead
 from chatkv.spec.heads.shape import HeadShape
@@ -101,8 +101,7 @@ class FusedEagleGrower(TreeGrower[EagleHead]):
         kernels.fuse_rows[(triton.cdiv(shape.hidden, cut.n), blocks)](
             new.tapped, new.path, new.span, new.count, head.fuse, memory.states,
             new.tapped.shape[1], shape.hidden, len(memory.states), TAPS=len(shape.taps),
-            NORMED=shape.source == "chatkv", BLOCK_N=cut.n, BLOCK_K=turn(shape.hidden, cut.k),
-            AHEAD=cut.ahead, **self._options(cut),
+            NORMED=shape.source == "chatkv", **self._cut(cut, shape.hidden),
         )  # fmt: skip
         cut = self.launches.heads
         kernels.store_rows[(self._heads_blocks(), blocks)](
@@ -135,20 +134,24 @@ class FusedEagleGrower(TreeGrower[EagleHead]):
                 shape.hidden, shape.eps, shape.head_dim**-0.5, **self._heads_options(),
             )  # fmt: skip
         self._attend(depth, nodes)
-        cut, inputs = self.launches.mix, shape.num_heads * shape.head_dim
-        kernels.mix_nodes[(triton.cdiv(shape.hidden, cut.n),)](
-            states, parents, self._mixed, head.o, head.state_norm, self._middle, nodes,
-            shape.hidden, inputs, shape.eps, NORMED=shape.norms_residual, BLOCK_N=cut.n,
-            BLOCK_K=turn(gcd(shape.hidden, inputs), cut.k), AHEAD=cut.ahead,
-            **self._options(cut),
-        )  # fmt: skip
+        self._add(states, parents, self._mixed, head.o, self._middle, nodes, shape.norms_residual)
         cut = self.launches.feed
         kernels.feed_nodes[(triton.cdiv(shape.inner, cut.n),)](
             self._middle, head.feed_norm, head.gate, head.up, self._act, nodes, shape.hidden,
-            shape.inner, shape.eps, BLOCK_N=cut.n, BLOCK_K=turn(shape.hidden, cut.k),
-            AHEAD=cut.ahead, **self._options(cut),
+            shape.inner, shape.eps, **self._cut(cut, shape.hidden),
         )  # fmt: skip
-        self._down(self._middle, self._same, head.down, depth, nodes)
+        out = self._states[depth + 1]
+        self._add(self._middle, self._same, self._act, head.down, out, nodes)
+
+    def _add(
+        self, states: Tensor, parents: Tensor, x: Tensor, weight: Tensor, out: Tensor, nodes: int,
+        normed: bool = False,
+    ) -> None:  # fmt: skip
+        head, (hidden, inputs), cut = self.head, weight.shape, self.launches.add
+        kernels.add_nodes[(triton.cdiv(hidden, cut.n),)](
+            states, parents, x, weight, head.state_norm, out, nodes, hidden, inputs, head.shape.eps,
+            NORMED=normed, **self._cut(cut, inputs),
+        )  # fmt: skip
 
     def _attend(self, depth: int, nodes: int) -> None:
         shape, memory, new, cut = self.head.shape, self._memory, self._new, self.launches.attend
@@ -180,11 +183,14 @@ class FusedEagleGrower(TreeGrower[EagleHead]):
             "HEADS": shape.num_heads,
             "KV_HEADS": shape.num_kv_heads,
             "HALF": shape.head_dim // 2,
+            **self._cut(cut, shape.hidden),
             "BLOCK_N": self._channels,
-            "BLOCK_K": turn(shape.hidden, cut.k),
-            "AHEAD": cut.ahead,
-            **self._options(cut),
         }
+
+    def _cut(self, cut: Launch, inputs: int) -> dict[str, Any]:
+        """A part of the inner dimension for each warp."""
+        parts = {"PARTS": cut.warps, "WIDE": wide(inputs, cut)}
+        return {"BLOCK_N": cut.n, **parts, **self._options(cut)}
 
 
 def _turns_of(shape: HeadShape, device: torch.device) -> Tensor:
