@@ -61,7 +61,7 @@ PROMPTS = (
 @pytest.fixture(params=["recurrent", "eagle"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of the head that the engine finds."""
-    monkeypatch.setattr(heads_drafter, "DEVICE_KINDS", (request.param,))
+    monkeypatch.setattr(heads_drafter, "KINDS", (request.param,))
     return request.param
 
 
@@ -152,7 +152,7 @@ def test_sequences_that_share_steps_draft_as_each_alone(kind: str):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_tree_is_that_of_the_modules(temperature: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(heads_drafter, "DEVICE_KINDS", ("recurrent",))
+    monkeypatch.setattr(heads_drafter, "KINDS", ("recurrent",))
     found = find_heads(model())
     assert found is not None
     opened = head_file.load(found, model().spec, model().tokenizer.tok_fp())
@@ -299,7 +299,7 @@ def test_trees_begun_behind_a_step_are_those_grown_from_the_rows_it_kept(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ):
     """A resume grows the second way, so it guesses as a chat that never quit."""
-    monkeypatch.setattr(heads_drafter, "DEVICE_KINDS", ("eagle",))
+    monkeypatch.setattr(heads_drafter, "KINDS", ("eagle",))
     config = EngineConfig(spec="tree:15", drafters=("heads",), context_limit=1024, pool_tokens=2048)
     engine = Engine(model(), config, costs={1: 1.0}, guard=False)
     (drafter,) = engine.drafting.drafters.drafters

@@ -140,8 +140,8 @@ def test_what_ships_is_found_by_the_weights_it_was_made_for(decoder, tmp_path, m
     (tmp_path / "a.safetensors").write_bytes(b"no file of heads")
     assert load_heads(decoder).taps == (1, 2, 3)
     save(tmp_path / "c.safetensors", head_file(decoder, "eagle"))
-    assert find_heads(decoder) == tmp_path / "c.safetensors"  # a CPU runs that one best
-    monkeypatch.setattr(heads_drafter, "CPU_KINDS", heads_drafter.DEVICE_KINDS)
+    assert find_heads(decoder) == tmp_path / "c.safetensors"  # the better kind
+    monkeypatch.setattr(heads_drafter, "KINDS", ("recurrent", "eagle"))
     assert find_heads(decoder) == tmp_path / "b.safetensors"
 
 

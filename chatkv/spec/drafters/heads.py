@@ -23,10 +23,9 @@ from chatkv.spec.verify import Accepted
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 """Heads that ship with chatkv."""
-CPU_KINDS = ("eagle", "recurrent", "parallel")
-DEVICE_KINDS = ("recurrent", "eagle", "parallel")
+KINDS = ("eagle", "recurrent", "parallel")
 """The best first. On a CPU a depth of an eagle head costs what one of a recurrent head does; on a
-device it is seven kernels, and four of the recurrent head."""
+GPU its tree takes longer to grow, and gains more than that."""
 
 
 class Grower(Protocol):
@@ -142,16 +141,15 @@ class HeadsDrafter:
 def find_heads(model: Model) -> Path | None:
     """The file for a model's very weights: one that was trained here, one that ships, or None.
 
-    Of several the kind that is fastest on the model's device.
+    Of several the kind that is the fastest.
     """
     from chatkv.spec.heads.file import kind_for
 
-    order = CPU_KINDS if model.device == "cpu" else DEVICE_KINDS
     for folder in (catalog.cache_dir() / "heads", WEIGHTS):
         kinds: dict[str | None, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             kinds.setdefault(kind_for(path, model.spec, model.tokenizer.tok_fp()), path)
-        for kind in order:
+        for kind in KINDS:
             if kind in kinds:
                 return kinds[kind]
     return None
