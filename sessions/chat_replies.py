@@ -34,13 +34,14 @@ class ChatReplies(ChatContext):
         assert reply.tok_fp is not None
         request, owners = self._request(reply.tok_fp, sampling, self._spec)
         summary = None
-        if isinstance(policy := parse_policy(request.policy), SummarizePolicy):
+        if request.policy.partition(":")[0] == SUMMARIZE:
             found = yield from self._planned(request)
             if found is None:
                 return
+            policy, plans = found
             request = replace(request, policy=policy_text(policy.as_turns))
-            if found:
-                summary = Summary(self._engine, request, self._path, found[0], policy)
+            if plans:
+                summary = Summary(self._engine, request, plans[0], policy)
                 if not (yield from self._summarize(summary, reply, owners)):
                     return
                 if not summary.why_not:
@@ -53,18 +54,22 @@ class ChatReplies(ChatContext):
                 event = replace(event, usage=summary.counted(event.usage))
             yield event
 
-    def _planned(self, request: Request) -> Generator[Event, None, list[ForgetPlanned] | None]:
-        """What a summary would stand for; nothing where none is needed, None where it failed."""
+    def _planned(
+        self, request: Request
+    ) -> Generator[Event, None, tuple[SummarizePolicy, list[ForgetPlanned]] | None]:
+        """The policy and what a summary would stand for, if one is needed; None where it failed."""
+        policy, plans = None, list[ForgetPlanned]()
         try:
+            policy = parse_policy(request.policy)
             plans = self._plans(request)
         except EngineLost:
             raise
         except ChatKVError as error:
-            if error.code == ContextFull.code:
-                return []  # the reply's own request says so
-            yield Failed(error.code, error.exit_code, error.message, error.hint)
-            return None
-        return [one for one in plans if one.policy == SUMMARIZE]
+            if error.code != ContextFull.code:  # of which the reply's own request tells
+                yield Failed(error.code, error.exit_code, error.message, error.hint)
+                return None
+        assert isinstance(policy, SummarizePolicy)
+        return policy, [one for one in plans if one.policy == SUMMARIZE]
 
     def _summarize(
         self, summary: Summary, reply: StoredReply, owners: list[int]
@@ -88,11 +93,11 @@ class ChatReplies(ChatContext):
         if summary.why_not:
             self._notice = f"Turns left without a summary: {summary.why_not}."
             return True
-        self._reload()
+        self._path = self._store.path(self._row.id, reply.turn_id)
         made, event = summary.branch(self._path, self._outlook().limits)
         reply.turn_id = self._store.branch(self._row.id, made)
         reply.heard = True
-        self._reload()
+        self._path = self._store.path(self._row.id, reply.turn_id)
         yield event
         return True
 

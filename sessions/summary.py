@@ -57,7 +57,6 @@ class Summary:
     Args:
         engine: Writes it.
         request: Of the reply that waits for room: the whole path.
-        path: Its turns, the one to be answered last.
         plan: What goes out of sight.
         policy: How much shorter it has to be.
     """
@@ -66,11 +65,10 @@ class Summary:
         self,
         engine: EnginePort,
         request: Request,
-        path: Sequence[TurnPath],
         plan: ForgetPlanned,
         policy: SummarizePolicy,
     ) -> None:
-        self._engine, self._request, self._path = engine, request, path
+        self._engine, self._request = engine, request
         self._plan, self._policy = plan, policy
         self._ready: Ready = engine.wait_ready()
         self._last = plan.turns[-1]
@@ -203,8 +201,7 @@ class Summary:
         assert self._prompt_ids is not None
         self._used = True
         tok_fp = bytes.fromhex(self._ready.tok_fp)
-        behind = [turn for turn in path[self._last + 1 : -1] if turn.shown]
-        kept = [*behind, path[-1]]
+        kept = path[self._last + 1 :]
         op = self._record(path[: self._last + 1], limits)
         own = {
             "policy": SUMMARIZE,

@@ -143,8 +143,14 @@ def parse_policy(text: str) -> Policy:
 
 
 def asks_first(policy: str) -> bool:
-    """Whether a person has to answer before a turn makes the model forget."""
-    return policy in ANSWERS or getattr(parse_policy(policy), "ask", False)
+    """Whether a person has to answer before a turn makes the model forget.
+
+    What is no policy at all is not asked about: the engine refuses it by name.
+    """
+    try:
+        return policy in ANSWERS or getattr(parse_policy(policy), "ask", False)
+    except ConfigError:
+        return False
 
 
 def policy_text(policy: Policy) -> str:

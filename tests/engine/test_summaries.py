@@ -323,3 +323,19 @@ def test_exports_mark_a_summary_or_leave_it_out(program):
         copy, summed = turns[place + 1].turn.id, turns[1].turn.id
         assert len(elsewhere.versions([copy])) == 2  # it is known for a copy there, too
         assert turns[place].turn.id in elsewhere.versions([summed])
+
+
+def test_a_stopped_prompt_goes_along_and_a_policy_that_is_none_is_refused(program):
+    chat = program().chats.new("ada")
+    events = chat.send("never mind")
+    next(events)
+    chat.cancel()
+    list(events)
+    until_summed_up(chat)
+    shown = chat.turns()
+    kept = [turn for turn in shown if turn.prompt == "never mind"]
+    assert [(turn.reply, turn.state) for turn in kept] == [("", "interrupted")]
+    chat._policy = "summarize:nonsense"
+    (failed,) = chat.send("hi")
+    assert "no parameter 'nonsense'" in failed.message
+    assert [turn.id for turn in chat.turns()] == [turn.id for turn in shown]
