@@ -260,6 +260,16 @@ def reuse_stats(settings: Settings, ref: str | None = None) -> dict[str, Any]:
     return {name: sums.to_json() for name, sums in found.items()}
 
 
+def forget_stats(settings: Settings) -> dict[str, dict[str, int]]:
+    """What left the model's sight in all chats: `times` and `tokens` by policy."""
+    from sessions.store import ChatStore
+
+    if not settings.folders.chat_db.exists():
+        return {}
+    with ChatStore(settings.folders.chat_db) as store:
+        return store.forget_counts()
+
+
 def page_round_trip(path: Path) -> bool:
     """Whether a page written to a fresh kv.db at `path` comes back the same after reopening."""
     from chatkv.kv.keys import page_key

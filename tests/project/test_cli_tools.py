@@ -92,6 +92,8 @@ def test_kv_stats(chatkv, tmp_path):
     data = chatkv("kv", "stats", "--json").json
     assert (data["pages"], data["tokens"], data["quarantined"]) == (1, 16, 0)
     assert data["limit_bytes"] > 0
+    assert "chatkv_store_pages 1\n" in chatkv("kv", "stats", "--prometheus").out
+    assert chatkv("kv", "stats", "--prometheus", "--json").code == 2
     out = chatkv("kv", "stats").out
     assert "pages" in out
     assert "0 (0 B)" in out  # found nowhere yet

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from chatkv.errors import ChatKVError, StoreError
+from chatkv.errors import ChatKVError, StoreError, UsageError
 from tui import output, wiring
 from tui.command import Command, Globals, json_option
 from tui.settings import Settings
@@ -32,23 +32,31 @@ def kv() -> None:
 
 @kv.command(cls=Command, short_help="Pages and bytes, and what reuse was worth.")
 @click.argument("ref", metavar="[ID]", required=False)
+@click.option("--prometheus", is_flag=True, help="As metrics for a text file collector.")
 @json_option
 @click.pass_obj
-def stats(found: Globals, ref: str | None, as_json: bool) -> None:
+def stats(found: Globals, ref: str | None, prometheus: bool, as_json: bool) -> None:
     """Pages, tokens and bytes that kv.db holds, and how much of the prompts was reused.
 
     Rates are ratios of sums: over all chats and the last minutes, and with ID over its last turn
     and all of its turns. What each number means stands below them.
     """
+    from sessions import metrics
     from sessions.counters import DEFINITIONS
 
+    if prometheus and (ref is not None or as_json):
+        raise UsageError("--prometheus tells of all chats, and goes with neither ID nor --json.")
     settings = found.settings()
-    data = wiring.disk_stats(settings)
+    data, forgets = wiring.disk_stats(settings), wiring.forget_stats(settings)
+    if prometheus:
+        sums = wiring.reuse_stats(settings)["all"]
+        output.write(metrics.prometheus({"disk": data, "all": sums, "forgets": forgets}))
+        return
     data["path"] = str(settings.folders.kv_db)
     reuse = wiring.reuse_stats(settings, ref)
     shown = {key: DEFINITIONS[key] for key in DEFINITIONS if key in NAMED or key in reuse}
     if as_json:
-        output.write_json({**data, "reuse": reuse, "definitions": shown})
+        output.write_json({**data, "reuse": reuse, "forgets": forgets, "definitions": shown})
         return
     _print(data, as_json)
     output.line("")
@@ -59,6 +67,12 @@ def stats(found: Globals, ref: str | None, as_json: bool) -> None:
     output.line("")
     for text in output.columns(_tiers(reuse), right=(1, 2, 3)):
         output.line(text)
+    if forgets:
+        output.line("")
+        table = [["forgotten by", "times", "tokens"]]
+        table += [[name, f"{n['times']:,}", f"{n['tokens']:,}"] for name, n in forgets.items()]
+        for text in output.columns(table, right=(1, 2)):
+            output.line(text)
     output.line("")
     for text in output.columns([[name, about] for name, about in shown.items()]):
         output.line(text)
