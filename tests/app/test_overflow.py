@@ -9,7 +9,7 @@ from app.fakes import FakeChat, FakeChats
 from app.stage import stage
 
 from chatkv.errors import ContextFull
-from chatkv.events import ForgetPlanned, Summarizing
+from chatkv.events import ForgetEvent, ForgetPlanned, Summarizing
 
 PLAN = ForgetPlanned("turns", "limit", (1, 2), (), 612, 3600, 2988, 4096, 0, 0)
 SAID = "turns 1-2 would leave the model's context (612 tokens;"
@@ -45,8 +45,15 @@ async def test_a_summary_is_asked_for_and_shown_while_it_is_written() -> None:
         await on.until(lambda: on.chat_screen.live is not None)
         chats.script.event(Summarizing((1, 2), 17, 150))
         await on.shows("summing up 1-2 · 17 tok")
-        chats.script.finish(text="done")
+        gone = {"policy": "summarize", "reason": "limit", "turns": (1, 2), "partly": ()}
+        sizes = {"num_tokens": 612, "live_before": 3600, "live_after": 3080, "limit": 4096}
+        chats.script.event(ForgetEvent(**gone, **sizes, op={"turns": [1, 2]}))
+        chats.script.say("some ", "words")
+        await on.shows("some words", "turns 1-2 left the model's context (612 tokens)")
+        chats.script.finish(text="some words")
         await on.idle()
+        assert [card.number for card in on.chat_screen.transcript.cards] == [1, 2, 3, 4]
+        assert on.chat_screen.turns[-1].reply == "some words"
 
 
 async def test_ask_gives_the_text_back_on_esc() -> None:
