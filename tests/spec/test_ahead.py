@@ -228,6 +228,29 @@ def test_trees_that_run_unseen_are_tried_again_after_a_probe_that_was_worth_it()
     assert ran > 300
 
 
+def test_in_the_plain_state_nothing_is_begun_ahead():
+    """And nobody who takes time is asked, as the plan tells."""
+    drafters, grower = made(Others(0))
+    drafting = Drafting(drafters, FLAT, "auto", guard=False)
+    sampler = SimpleNamespace(edits_rows=False, params=SamplingParams(), grammar=None)
+    seq: Any = SimpleNamespace(id=1, tokens=[1, 2, 5], sampler=sampler, max_depth=9)
+    drafting.follow(seq)
+    controller = drafting.controller
+    controller.guard.observe(StepRecord(rows=1, tokens=1, verify_ms=1.0))  # no control step is due
+    drafting.propose([seq])
+    assert controller._plan is not None
+    assert (controller._plan.kind, controller._plan.asked) == ("draft", ("heads",))
+    drafting.behind([seq])()
+    assert grower.there
+    grower.there = []
+    for _ in range(4):
+        controller._idle.plain(1)
+    drafting.propose([seq])
+    assert (controller._plan.kind, controller._plan.asked) == ("cheap", ())
+    drafting.behind([seq])()
+    assert not grower.there
+
+
 def test_a_mode_that_wants_fewer_rows_sees_it_first():
     for mode, rows in (
         ("tree:15", 16),

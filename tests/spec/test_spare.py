@@ -70,6 +70,7 @@ class Says:
     def __init__(self, name: str, guess_ms: float | None = None) -> None:
         self.name, self.guess_ms = name, guess_ms
         self.score, self.rows = 8, list[int]()
+        self.taps: tuple[int, ...] = ()
 
     def propose(self, contexts, max_rows):
         self.rows += max_rows
@@ -106,7 +107,7 @@ class Talk:
         for drafter, count in zip(self.drafters.drafters, before, strict=True):
             if len(drafter.rows) > count:
                 guesses = (drafter.rows[-1] - 1) * (drafter.guess_ms or 0.0)
-                draft_ms += max(guesses, 0.01)
+                draft_ms += max(guesses, 0.5 if drafter.taps else 0.01)
         (tree,) = self.controller.prune([tree], plan)
         gained = verify(tree, lambda row, path: 1 if self.rng.random() < chance else 2)
         record = StepRecord.of([tree], [gained], draft_ms=draft_ms, verify_ms=LINEAR[len(tree)])
@@ -143,15 +144,19 @@ def test_a_draft_model_is_asked_for_what_pays_and_left_alone_while_it_is_wrong()
     assert bad.ms < 1.03 * 600 * 7.2
     asked = len(bad.drafters.drafters[0].rows)
     assert 3 <= asked < 15
+    # A probe may ask for one guess, and for more only out of what it may lose.
+    assert bad.drafters.drafters[0].rows[4:6] == [2, 2]
     while bad.tokens < 5000:
         bad.step(0.95)
     assert len(bad.drafters.drafters[0].rows) > asked + 100
 
 
-def test_the_plain_state_asks_cheap_drafters_alone():
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_plain_state_asks_cheap_drafters_alone(reads):
     """A copied passage is noticed at once although a costly drafter is there."""
-    cheap, costly = Says("cheap"), Says("costly", guess_ms=0.5)
-    cheap.score = 0
+    cheap, costly = Says("cheap"), Says("costly", guess_ms=None if reads else 0.5)
+    costly.taps = (1,) if reads else ()
+    cheap.score = costly.score = 0
     talk = Talk(costly, cheap)
     for _ in range(200):
         talk.step(0.0)
