@@ -27,7 +27,7 @@ from chatkv.kv.layout import stages
 from chatkv.kv.ops import Op, check_ops
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import CachedPage, PrefixCache
-from chatkv.kv.price import Price, Pricer
+from chatkv.kv.price import Preview, Price, Pricer
 from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import PageHead, PageStore
 from chatkv.kv.swap import HostPages
@@ -35,7 +35,7 @@ from chatkv.kv.table import PageTable
 from chatkv.kv.tiers import Tiers
 from chatkv.models.logits import StepLogits
 from chatkv.models.model import Model
-from chatkv.prefill import Logits, PrefillReport, Preview, Prompts
+from chatkv.prefill import Logits, PrefillReport, Prompts
 from chatkv.sampling import Sampler, SamplingParams, logprobs
 from chatkv.sequence import ReplyText, Sequence
 from chatkv.spec.drafters import DraftMeans, create_drafters
@@ -182,29 +182,28 @@ class Engine:
         return seq
 
     def preview(
-        self,
-        tokens: Seq[int],
-        sampled: Seq[bool],
-        salt: bytes | None = None,
-        ops: Seq[Op] = (),
+        self, tokens: Seq[int], sampled: Seq[bool], salt: bytes | None = None, ops: Seq[Op] = ()
     ) -> Preview:
-        """What a prompt of these tokens would cost now. Reads and computes nothing."""
-        root = self.root_key if salt is None else root_key(self.fingerprint, salt)
-        return self.prompts.preview(root, list(tokens), list(sampled), ops)
+        """What a prompt of these tokens would cost now. Looks only; arguments as of `add`.
+
+        Raises StoreError.
+        """
+        return self._pricer(tokens, sampled, ops, salt).preview(stages(ops, self.pool.page_size))
 
     def price(
         self, tokens: Seq[int], sampled: Seq[bool], ops: Seq[Op] = (), salt: bytes | None = None
     ) -> Price:
-        """What it would take to come to the end of a path. Looks only; arguments as of `add`.
+        """The same in tokens: what it would take to come to the end of a path."""
+        return self._pricer(tokens, sampled, ops, salt).price(stages(ops, self.pool.page_size))
 
-        Raises StoreError.
-        """
+    def _pricer(
+        self, tokens: Seq[int], sampled: Seq[bool], ops: Seq[Op], salt: bytes | None
+    ) -> Pricer:
         root = self.root_key if salt is None else root_key(self.fingerprint, salt)
         chain = Chain(root, self.pool.page_size, list(tokens), list(sampled))
         for op in ops:
             chain.add(op)
-        pricer = Pricer(self.prefix, self.tiers, chain, self.model.spec.widest_window)
-        return pricer.price(stages(ops, self.pool.page_size))
+        return Pricer(self.prefix, self.tiers, chain, self.model.spec.widest_window)
 
     def limits(self, max_tokens: int | None = None) -> Limits:
         """What a path has to fit here, for a reply of so many tokens."""

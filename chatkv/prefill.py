@@ -14,7 +14,6 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from time import perf_counter
 
 import numpy as np
@@ -23,11 +22,8 @@ import torch
 
 from chatkv.batch import chain_batch
 from chatkv.errors import OutOfPages, StoreError
-from chatkv.kv.chain import Chain
 from chatkv.kv.keys import op_key, page_key
 from chatkv.kv.layout import Span, Stage, stages
-from chatkv.kv.ops import Op
-from chatkv.kv.planner import Rates
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.rebase import turn_page
@@ -36,7 +32,6 @@ from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import Origin, PageHead
 from chatkv.kv.table import PageTable
 from chatkv.kv.tiers import Lookup, Tiers
-from chatkv.kv.window import InSight, in_sight
 from chatkv.models.logits import Features
 from chatkv.models.model import Model
 from chatkv.sequence import Sequence
@@ -70,24 +65,6 @@ class PrefillReport:
     verified: bool | None = None
     """Whether the model agreed with what came from disk; None if nothing did, or no witness was
     stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """What a prompt would cost, before anything is read or computed."""
-
-    tokens: int
-    pool_pages: int
-    """Whole pages in place already."""
-    host_pages: int
-    disk_pages: int
-    """That would be read; 0 where computing them is faster."""
-    disk_bytes: int
-    computed_tokens: int
-    computed_pages: int
-    """Pages that are made for them."""
-    ms: float | None
-    """Of reading and computing, about; None where nothing was measured yet."""
 
 
 class Prompts:
@@ -138,79 +115,6 @@ class Prompts:
                 chosen = sum(seq.sampled[reused : seq.table.num_tokens])
                 self.tiers.rates.computed(report.computed - chosen, chosen, spent)
             yield logits
-
-    def preview(
-        self, root: bytes, tokens: list[int], sampled: list[bool], ops: Seq[Op] = ()
-    ) -> Preview:
-        """What `fill` would do for these tokens, by the same plan; rows inside a page not counted.
-
-        Args:
-            root: Key of the empty prefix.
-            tokens: Ids of the path.
-            sampled: One flag an id.
-            ops: What it forgot.
-        """
-        size, chain = self.pool.page_size, Chain(root, self.pool.page_size, tokens, sampled)
-        for op in ops:
-            chain.add(op)
-        stage, window = stages(ops, size)[-1], self.model.spec.widest_window
-        if window is not None and len(tokens) > window and self.tiers is not None:
-            return self._preview_in_window(self.tiers, chain, stage, window)
-        closed = {span.first: chain.stop(span.first) or span.first + size for span in stage.spans}
-        whole = range(stage.base, stage.base + (len(tokens) - stage.base) // size * size, size)
-        pages = [*closed.items(), *((first, first + size) for first in whole)]
-        keys = [chain.key(first, stop) for first, stop in pages]
-        pool = len(list(takewhile(self.prefix.__contains__, keys)))
-        host, plan, rates = 0, None, Rates()
-        if self.tiers is not None:
-            self.tiers.begin(compares=not ops)
-            host, plan = self.tiers.preview(keys[pool:])
-            rates = self.tiers.rates
-        held, read = pool + host, plan.tokens if plan is not None and plan.restore else 0
-        for first, stop in pages[held:]:
-            held += read > 0
-            read -= min(read, stop - first)
-        read = plan.tokens if plan is not None and plan.restore else 0
-        # Without all that is left from before an op, everything is computed again.
-        whole_from = stage.base if held >= len(closed) else 0
-        known = pages[held - 1][1] if held > len(closed) else whole_from
-        chosen = sum(sampled[known:])
-        compute_s = rates.compute_s(len(tokens) - known - chosen, chosen)
-        restore_s = plan.restore_s if plan is not None and read else 0.0
-        ms = None
-        if compute_s is not None and restore_s is not None:
-            ms = 1000 * (compute_s + restore_s)
-        return Preview(
-            tokens=len(tokens),
-            pool_pages=pool,
-            host_pages=host,
-            disk_pages=held - pool - host,
-            disk_bytes=plan.num_bytes if plan is not None and read else 0,
-            computed_tokens=len(tokens) - known,
-            computed_pages=self.pool.pages_for(len(tokens) - known),
-            ms=ms,
-        )
-
-    def _preview_in_window(self, tiers: Tiers, chain: Chain, stage: Stage, window: int) -> Preview:
-        """Of a path of which every layer sees the end only."""
-        tiers.begin(compares=False)
-        total = len(chain.ids)
-        found = in_sight(self.prefix, tiers, chain, stage, total, window)
-        found = found or InSight(0, [], [], [])
-        left, chosen = total - found.num_tokens, sum(chain.sampled[found.num_tokens :])
-        num_bytes, rates = self.pool.payload_bytes(sum(found.disk)), tiers.rates
-        restore_s = rates.restore_s(num_bytes) if num_bytes else 0.0
-        compute_s = rates.compute_s(left - chosen, chosen)
-        return Preview(
-            tokens=total,
-            pool_pages=len(found.pool),
-            host_pages=len(found.host),
-            disk_pages=len(found.disk),
-            disk_bytes=num_bytes,
-            computed_tokens=left,
-            computed_pages=self.pool.pages_for(left),
-            ms=None if restore_s is None or compute_s is None else 1000 * (restore_s + compute_s),
-        )
 
     def forget(self, seq: Sequence) -> None:
         """Let go of what the ops at the place of the next id drop. Nothing is computed.

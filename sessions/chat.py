@@ -157,6 +157,8 @@ class Chat(ChatReplies):
         if self._row is not None:
             path = self._path if turn_id is None else self._store.path(self._row.id, turn_id)
         request, _ = self._request(tok_fp, {}, path=path)
+        if turn_id is None:  # what waits for the next turn is a part of it
+            request = replace(request, ops=[one.to_json() for one in self._outlook().after])
         return Preview(**self._engine.call("preview", request=asdict(request)))
 
     def tree(self) -> list[TreeTurn]:

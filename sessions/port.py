@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chatkv.events import Event, ForgetPlanned, Ready, RedactEvent, Usage
+from chatkv.kv.price import Preview, Price
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,40 +216,6 @@ class ContextView:
     def forgotten_tokens(self) -> int:
         """Tokens of the turns that are out of sight."""
         return sum(t.tokens or 0 for t in self.turns if t.state in GONE)
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What the next turn has to do before it can answer, its own prompt left out. In tokens."""
-
-    pool: int
-    """In memory."""
-    disk: int
-    """Read from disk."""
-    computed: int
-    live: int
-    """In sight then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """What going on from a place of a chat will cost, by what is stored and was measured."""
-
-    tokens: int
-    """Of the path up to there; the new prompt comes on top."""
-    pool_pages: int
-    """Whole pages that are in place already."""
-    host_pages: int
-    """That come from host memory."""
-    disk_pages: int
-    """That come from disk; 0 where computing them is faster."""
-    disk_bytes: int
-    computed_tokens: int
-    """Tokens that nobody has, or that are faster computed."""
-    computed_pages: int
-    """Pages that are made for them; the others are shared with whoever else has them."""
-    ms: float | None
-    """Until the first token of a reply, about; None where nothing was measured yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,14 +329,22 @@ class EngineService:
         return {"plans": [one.to_json() for one in sight.plans], "error": None}
 
     def _price(self, request: Request) -> dict[str, Any]:
-        """What it would take to come to the end of a path as it stands. Computes nothing."""
-        path = self._path(request)
-        ops = in_sight(request, path, self.tokenizer.tok_fp().hex())
-        tokens, sampled, ops = forget.flatten(path.tokens, path.sampled, ops)
-        salt = None if request.salt is None else bytes.fromhex(request.salt)
+        """The fields of a `Price`."""
         if self.engine.saver is not None:
             self.engine.saver.flush(1.0)
-        return asdict(self.engine.price(tokens, sampled, ops, salt))
+        return asdict(self.engine.price(**self._as_it_stands(request)))
+
+    def _preview(self, request: Request) -> dict[str, Any]:
+        """The fields of a `Preview`."""
+        return asdict(self.engine.preview(**self._as_it_stands(request)))
+
+    def _as_it_stands(self, request: Request) -> dict[str, Any]:
+        """The path of a request that no reply is wanted for, and what its next turn forgets."""
+        path = self._path(request)
+        ops = in_sight(request, path, self.tokenizer.tok_fp().hex()) if path.spans else []
+        tokens, sampled, ops = forget.flatten(path.tokens, path.sampled, ops)
+        salt = None if request.salt is None else bytes.fromhex(request.salt)
+        return {"tokens": tokens, "sampled": sampled, "ops": ops, "salt": salt}
 
     def _purge(self, ids: list[int], keep_tokens: int) -> int:
         """Remove the pages of a deleted or redacted path, those in memory too. Returns how many
@@ -355,14 +363,6 @@ class EngineService:
                 hint="They are removed at the next start.",
             )
         return pages.purge(ids, keep_tokens)
-
-    def _preview(self, request: Request) -> dict[str, Any]:
-        """The fields of a `Preview`."""
-        path = self._path(request)
-        salt = None if request.salt is None else bytes.fromhex(request.salt)
-        ops = in_sight(request, path, self.tokenizer.tok_fp().hex()) if path.spans else []
-        tokens, sampled, ops = forget.flatten(path.tokens, path.sampled, ops)
-        return asdict(self.engine.preview(tokens, sampled, salt, ops))
 
     def _take_pages(self, path: str, jsonl: str, max_bytes: int) -> dict[str, Any]:
         """Pages from a file that the user trusts. Raises BadPages."""

@@ -62,7 +62,7 @@ class Tiers:
         if disk is not None:
             with suppress(StoreError):  # they are measured anew
                 self.rates = Rates.of(disk.kept_rates())
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
         self._may_compare = self._compares = restore == "auto" and exact
         self.look = Lookup()
 
@@ -147,7 +147,7 @@ class Tiers:
     def _plan(self, heads: Sequence[PageHead]) -> Plan:
         chosen = sum(sum(head.sampled) for head in heads)
         given = sum(head.num_tokens for head in heads) - chosen
-        return plan(self.rates, given, chosen, self._token_bytes, compares=self._compares)
+        return plan(self.rates, given, chosen, self.token_bytes, compares=self._compares)
 
     def _run(self, keys: Sequence[bytes]) -> list[PageHead]:
         """What the disk has of `keys` up to the first that it lacks."""

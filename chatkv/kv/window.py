@@ -9,12 +9,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from chatkv.kv.chain import Chain
 from chatkv.kv.keys import common_tokens
 from chatkv.kv.layout import Span, Stage
-from chatkv.kv.prefix import PrefixCache
-from chatkv.kv.tiers import Tiers
+
+if TYPE_CHECKING:
+    from chatkv.kv.prefix import PrefixCache
+    from chatkv.kv.tiers import Tiers
 
 
 @dataclass(frozen=True, slots=True)

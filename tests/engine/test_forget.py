@@ -202,8 +202,8 @@ def test_a_preview_counts_what_is_in_sight() -> None:
         talk.say(on, prompt)
     assert talk.ops
     seen = on.preview(talk.ids, talk.sampled, ops=talk.ops)
-    assert seen.computed_tokens < 16 + 2
-    assert seen.tokens == len(talk.ids)
+    assert seen.computed_tokens <= 2
+    assert seen.tokens == num_live(talk.ops, len(talk.ids)) < len(talk.ids)
     on.prefix.clear()
     assert on.preview(talk.ids, talk.sampled, ops=talk.ops).computed_tokens == len(talk.ids)
 

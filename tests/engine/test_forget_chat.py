@@ -170,6 +170,33 @@ def test_the_price_is_what_it_then_costs(program):
     assert usage.cached_tokens == usage.disk_tokens == price.disk
 
 
+def test_a_preview_is_of_what_the_next_turn_sees(program):
+    run = program("turns", limit=400)
+    chat = run.chats.new("ada")
+    for text in prompts(5):
+        say(chat, text)
+    chat.forget([2])
+    for text in ("one more", "and another"):
+        say(chat, text)
+    whole = chat.preview()
+    assert whole.tokens == chat.context().used
+    chat.forget([3])  # waits for the next turn
+    less = chat.preview()
+    assert less.tokens == chat.context().used_next < whole.tokens
+    assert less.computed_tokens < 20
+    fork = chat.preview(chat.turns()[3].id)
+    assert fork.tokens < less.tokens
+    run.close()
+    chat = program("turns", limit=400).chats.open(chat.id)
+    cold = chat.preview()
+    assert (cold.tokens, cold.pool_pages) == (less.tokens, 0)
+    assert cold.disk_pages > 0
+    usage = say(chat, "z")[-1].usage
+    assert usage.restored_pages == cold.disk_pages
+    assert usage.disk_tokens * usage.token_bytes == cold.disk_bytes
+    assert 0 < usage.prompt_n - cold.computed_tokens < 12  # the prompt itself
+
+
 def test_a_prompt_larger_than_the_window_is_refused_and_kept(program):
     run = program("turns")
     chat = run.chats.new("ada")
