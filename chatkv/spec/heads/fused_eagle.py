@@ -25,6 +25,8 @@ from chatkv.spec.heads.grow import Growth, Vocabulary
 from chatkv.spec.heads.modules import EagleHead
 from chatkv.spec.heads.shape import HeadShape
 
+KEYS = 65536
+"""Numbers of keys that a program looks at together, and of values: they share its fast memory."""
 SPARE = LONGEST_PATH
 """Slots behind a window: rows that a walk stored and the host then cut cost none that is seen."""
 
@@ -156,14 +158,15 @@ class FusedEagleGrower(TreeGrower[EagleHead]):
     def _attend(self, depth: int, nodes: int) -> None:
         shape, memory, new, cut = self.head.shape, self._memory, self._new, self.launches.attend
         width, group = max(1, self.growth.width), shape.num_heads // shape.num_kv_heads
+        dim = triton.next_power_of_2(max(16, shape.head_dim))
         kernels.attend_nodes[(shape.num_kv_heads,)](
             self._q, memory.keys, memory.values, self._node_keys, self._node_values, self._parents,
             new.span, new.count, self._mixed, nodes, len(memory.states), HEADS=shape.num_heads,
-            KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim,
-            DIM_PAD=triton.next_power_of_2(max(16, shape.head_dim)),
+            KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, DIM_PAD=dim,
             QUERIES=triton.next_power_of_2(max(16, nodes * group)), WINDOW=self.window,
-            BLOCK_S=min(cut.n, triton.next_power_of_2(max(16, self.window))), DEPTH=depth,
-            WIDTH=width, OWN=triton.next_power_of_2(max(16, depth * width)), **self._options(cut),
+            BLOCK_S=min(cut.n, KEYS // dim, triton.next_power_of_2(max(16, self.window))),
+            DEPTH=depth, WIDTH=width, OWN=triton.next_power_of_2(max(16, depth * width)),
+            **self._options(cut),
         )  # fmt: skip
 
     @property
