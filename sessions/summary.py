@@ -262,7 +262,8 @@ def _moved(
 ) -> list[list[dict[str, Any]]]:
     """The records that stood behind turn `last`, for the summary's turn and each that is kept.
 
-    What they say of turns up to `last` holds from the summary on; turns behind have other numbers.
+    What they say of turns up to `last` holds from the summary on, but for those of the turn to be
+    answered, of which the reply tells; turns behind `last` have other numbers.
     """
     numbers = {turn.turn.depth: last + 2 + place for place, turn in enumerate(kept)}
     found: list[list[dict[str, Any]]] = [[] for _ in range(1 + len(kept))]
@@ -270,11 +271,11 @@ def _moved(
         if one.turn <= last:
             continue
         holder = next(place for place, turn in enumerate(kept, 1) if turn.turn.depth >= one.turn)
-        early = [n for n in one.turns if n <= last]
-        late = [n for n in one.turns if n in numbers]
+        early = [] if holder == len(kept) else [n for n in one.turns if n <= last]
+        late = [n for n in one.turns if n not in early]
         for place, old, turns in (
             (0, early, early),
-            (holder, late, [numbers[number] for number in late]),
+            (holder, late, [numbers.get(number, number) for number in late]),
         ):
             if turns:
                 tokens = sum(turn_tokens(path[number], tok_fp) or 0 for number in old)

@@ -76,6 +76,8 @@ class SeeingEngine:
     def call(self, op: str, **args: Any) -> dict[str, Any]:
         if op == "purge":
             return {"pages": 0}
+        if op == "prompt_tokens":
+            return {"tokens": len(self.tokenizer.user_ids(args["text"], False))}
         request = Request.from_json(args["request"])
         path = render(request.messages, self.tokenizer, VOCAB)
         if op == "price":

@@ -6,16 +6,22 @@ import re
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from seeing import SeeingEngine
 
 from chatkv.errors import ChatKVError
 from chatkv.events import Failed, ForgetEvent, RecallEvent
+from sessions import summary
 from sessions.chat import Chats
 from sessions.store import ChatStore
 
 LIMIT = 260
-POLICIES = ("turns", "error", "oldest:limit_tokens=200,drop_tokens=60", "turns:keep_last=0")
+POLICIES = (
+    "turns",
+    "error",
+    "oldest:limit_tokens=200,drop_tokens=60",
+    "turns:keep_last=0",
+)
 
 
 class ContextMachine(RuleBasedStateMachine):
@@ -32,8 +38,15 @@ class ContextMachine(RuleBasedStateMachine):
         )
         self.chat = self.chats.new("ada")
         self.said = 0
+        self.prompt, summary.PROMPT = summary.PROMPT, "Sum {words}"
+
+    @initialize(sizes=st.lists(st.integers(20, 60), max_size=4))
+    def talk(self, sizes: list[int]) -> None:
+        for size in sizes:
+            self.send(size, "turns")
 
     def teardown(self) -> None:
+        summary.PROMPT = self.prompt
         self.chats.store.close()
 
     @rule(size=st.integers(1, 70), policy=st.sampled_from(POLICIES))
@@ -42,6 +55,10 @@ class ContextMachine(RuleBasedStateMachine):
         before = self.visible()
         self.said += 1
         self.check(list(self.chat.send(f"<{self.said}>" + "x" * size)), before)
+
+    @rule(size=st.integers(40, 70), keep_last=st.integers(0, 3))
+    def sum_up(self, size: int, keep_last: int) -> None:
+        self.send(size, f"summarize:ask=no,shrink=1.5,keep_last={keep_last}")
 
     @precondition(lambda self: self.chat.turns() and not self.chat.turns()[-1].redacted)
     @rule()
@@ -85,8 +102,9 @@ class ContextMachine(RuleBasedStateMachine):
     def redact(self, data: st.DataObject, purge: bool) -> None:
         turn = data.draw(st.sampled_from(self.chat.turns()))
         before = self.visible()
-        self.chat.redact([turn.id], purge=purge)
-        assert self.visible() == before - {turn.number}
+        gone = self.chat.redact([turn.id], purge=purge)
+        assert turn.number in gone.turns
+        assert self.visible() == before - set(gone.turns)
 
     @precondition(lambda self: self.chat.turns())
     @rule(data=st.data())
@@ -115,10 +133,16 @@ class ContextMachine(RuleBasedStateMachine):
             assert events[-1].code == "context_full"
             assert "260 tokens" in events[-1].message or "200 tokens" in events[-1].message
             return
-        current = self.chat.turns()[-1]
+        turns = self.chat.turns()
+        current = turns[-1]
         forgotten = {n for e in events if isinstance(e, ForgetEvent) for n in e.turns}
         back = {n for e in events if isinstance(e, RecallEvent) for n in e.turns}
         after = self.visible()
+        if summed := [e.turns[-1] for e in events if getattr(e, "policy", "") == "summarize"]:
+            place = summed[0] + 1  # of the summary: what was behind it has gone one further
+            assert turns[place - 1].summary
+            before = {n + (n >= place) for n in before} | {place}
+            back = {n + (n >= place) for n in back}
         if events[0].type != "rendered" or current.siblings == 1:
             assert after - {current.number} == (before | back) - forgotten
         path = self.engine.path(self.engine.requests[-1])

@@ -265,7 +265,8 @@ def test_what_the_user_had_forgotten_stays_so_behind_a_summary(program):
     chat.set("max_tokens", 200)  # so that room has to be made
     events = list(chat.send("five"))
     (made,) = [event for event in events if getattr(event, "policy", "") == "summarize"]
-    assert made.turns == (2,)
+    (said,) = [event for event in events if getattr(event, "policy", "") == "user"]
+    assert (made.turns, said.turns) == ((2,), (1, 5))  # the fourth is the fifth by then
     shown = [(turn.prompt[:4], turn.seen) for turn in chat.turns()]
     assert shown == [
         ("one", "forgotten"),
