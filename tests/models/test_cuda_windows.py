@@ -231,7 +231,7 @@ def test_logits_are_those_of_the_definition_past_the_window(name: str):
         assert error < 0.05, (start, error)
     given = prefill(model, table_of(model), ids, [])
     assert np.linalg.norm(given - exact[-1]) / np.linalg.norm(given) < 0.05
-    assert np.linalg.norm(given - open_wide[-1]) / np.linalg.norm(given) > 0.2
+    assert np.linalg.norm(given - open_wide[-1]) / np.linalg.norm(given) > 0.1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
