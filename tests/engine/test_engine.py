@@ -3,6 +3,8 @@ resumed = never quit."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from fakes import TinyModel
@@ -14,6 +16,8 @@ from chatkv.engine import Engine
 from chatkv.errors import ContextFull, UsageError
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import Sequence
+from chatkv.spec.drafter import GuardedDrafters
+from chatkv.spec.tree import DraftTree
 
 COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
 
@@ -162,3 +166,48 @@ def test_what_does_not_fit_is_said_before_anything_runs() -> None:
     with pytest.raises(UsageError):
         on.add([], [], SamplingParams())
     assert on.pool.used == 0
+
+
+class Knows:
+    """Guesses what is known to come."""
+
+    name = "knows"
+
+    def __init__(self, known: list[int]) -> None:
+        self.known = known
+
+    def follow(self, seq_id, tokens): ...
+    def observe(self, seq_id, accepted): ...
+    def drop(self, seq_id): ...
+
+    def propose(self, contexts, max_rows):
+        ((tokens, ahead),) = [(c.tokens, self.known[len(c.tokens) :][:5]) for c in contexts]
+        parents = [0, *range(len(ahead))]
+        return [DraftTree.of([tokens[-1], *ahead], parents, source=self.name)]
+
+
+def test_a_reply_that_ends_inside_a_path_ends_there() -> None:
+    """Nothing behind the end is kept, and what comes next is that of the last token."""
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=40)
+    known = run(engine(TinyModel()), PROMPT, params).tokens
+    ends = [place for place in range(len(PROMPT) + 3, len(known)) if known[place] not in
+            known[len(PROMPT) : place]]  # fmt: skip
+    assert len(ends) > 3
+    ends = ends[:4]
+    for place in ends:
+        found = []
+        for spec in ("none", "tree:6"):
+            on = engine(TinyModel(), spec)
+            knows: Any = Knows(known)
+            on.drafting.drafters = GuardedDrafters([knows], vocab_size=on.model.spec.vocab_size)
+            seq = on.add(PROMPT, [False] * len(PROMPT), params)
+            seq.eos_ids = frozenset({known[place]})
+            for _ in on.prefill(seq):
+                pass
+            while not seq.finished:
+                on.step([seq])
+            found.append((seq.tokens, np.asarray(seq.last_logits).tobytes()))
+            on.finish(seq)
+            assert spec == "none" or (on.drafting.controller.stats.tau or 0) > 1.4
+        assert found[0] == found[1]
+        assert found[0][0] == known[: place + 1]
