@@ -219,6 +219,44 @@ def spec_table(result: Result) -> str:
     return markdown(head, lines)
 
 
+def price_table(result: Result) -> str:
+    """What the turn behind a forget costs over the same turn without one."""
+    head = ["pages that left", "first token without", "with", "ms a page"]
+    rows = [
+        [
+            number(row["dropped_pages"]),
+            f"{number(row['plain_ms'], 1)} ms",
+            f"{number(row['forget_ms'], 1)} ms",
+            number(row["ms_a_page"], 3),
+        ]
+        for row in result["prices"]
+    ]
+    return markdown(head, rows)
+
+
+def endless_table(result: Result) -> str:
+    """Conversations of many turns in a small context, by policy."""
+    head = [
+        "policy", "turns", "tokens", "forgets", "most in sight", "a turn near 20",
+        "one of the last", "ratio", "pinned number",
+    ]  # fmt: skip
+    rows = [
+        [
+            f"`{chat['policy']}`",
+            number(chat["turns"]),
+            number(chat["tokens"]),
+            number(chat["forgets"]),
+            number(chat["most_live"]),
+            f"{number(chat['turn_20_ms'])} ms",
+            f"{number(chat['turn_last_ms'])} ms",
+            number(chat["ratio"], 3),
+            "known" if chat["needle"] else "not known",
+        ]
+        for chat in result["chats"]
+    ]
+    return markdown(head, rows)
+
+
 def differing(result: Result) -> tuple[int, int]:
     """Differing node comparisons, and how many shapes were compared."""
     found = [row["differing"] for row in result["rows"] if row.get("differing") is not None]
