@@ -55,6 +55,9 @@ class Disk:
         if callable(work):
             work()
 
+    def any_waits(self, missing: Any) -> bool:
+        return False
+
     def flush(self, timeout_s: float) -> bool:
         return True
 

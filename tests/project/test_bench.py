@@ -236,9 +236,13 @@ def test_a_captured_graph_keeps_what_it_reads(monkeypatch):
         def replay(self):
             pass
 
-    nothing = lambda *given: contextlib.nullcontext()  # noqa: E731
-    for name in ("Stream", "stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, nothing)
+    class Stream(contextlib.nullcontext):
+        def wait_stream(self, other):
+            waited.append(other)
+
+    waited = []
+    for name in ("Stream", "stream", "graph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: Stream())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     read = torch.ones(1)
@@ -247,6 +251,7 @@ def test_a_captured_graph_keeps_what_it_reads(monkeypatch):
     del read
     assert watch() is not None
     assert (work.calls, work.captured.item()) == (3, 2)
+    assert len(waited) == 1  # on what is still being made for the first call
 
 
 def test_memory_of_a_run_is_seen():
