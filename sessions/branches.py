@@ -17,6 +17,7 @@ from sessions.tree import (
     add_turn,
     get_turn,
     next_update,
+    path_ids,
     put_message,
     unindex,
 )
@@ -134,18 +135,14 @@ def _remove(db: sqlite3.Connection, turn: int) -> None:
 def copies(db: sqlite3.Connection, turn_id: int) -> list[int]:
     """The turns of the same chat that are copies of this one, or that it is a copy of."""
     rows = db.execute(
-        "WITH RECURSIVE up(id, parent_id) AS ("
-        "  SELECT id, parent_id FROM turns WHERE id = :turn"
-        "  UNION ALL SELECT t.id, t.parent_id FROM turns t JOIN up ON t.id = up.parent_id),"
-        " tree(id) AS ("
-        "  SELECT id FROM up WHERE parent_id IS NULL"
-        "  UNION ALL SELECT t.id FROM turns t JOIN tree ON t.parent_id = tree.id)"
+        "WITH RECURSIVE tree(id) AS (VALUES(:root)"
+        "  UNION SELECT t.id FROM turns t JOIN tree ON t.parent_id = tree.id)"
         " SELECT o.id FROM turns t"
         " JOIN messages m ON m.turn_id = t.id AND m.role = 'user' AND m.content <> ''"
         " JOIN turns o ON o.created_at = t.created_at AND o.id IN (SELECT id FROM tree)"
         " JOIN messages n ON n.turn_id = o.id AND n.role = 'user' AND n.content = m.content"
         " WHERE t.id = :turn AND o.id <> t.id ORDER BY o.id",
-        {"turn": turn_id},
+        {"turn": turn_id, "root": path_ids(db, turn_id)[0]},
     )
     return [row[0] for row in rows]
 
@@ -155,7 +152,8 @@ def summaries_of(db: sqlite3.Connection, turn_id: int) -> list[int]:
     rows = db.execute(
         "WITH RECURSIVE behind(id) AS ("
         "  SELECT id FROM turns WHERE parent_id = :turn"
-        "  UNION ALL SELECT t.id FROM turns t JOIN behind b ON t.parent_id = b.id)"
+        # No UNION ALL: a damaged file may go round.
+        "  UNION SELECT t.id FROM turns t JOIN behind b ON t.parent_id = b.id)"
         " SELECT m.turn_id FROM messages m WHERE m.role = 'summary'"
         " AND m.turn_id IN (SELECT id FROM behind)"
         " AND EXISTS (SELECT 1 FROM forgets f, json_each(f.op, '$.turns') n"
