@@ -120,7 +120,9 @@ class Planner:
     def _floats(self, name: str, *shape: int) -> NDArray[np.float32]:
         size = math.prod(shape)
         if name not in self._scratch or self._scratch[name].size < size:
-            self._scratch[name] = np.empty(size, np.float32)
+            # Lanes without a key are computed too, and what lies there must not be so small that
+            # the processor takes a hundred times longer for it.
+            self._scratch[name] = np.zeros(size, np.float32)
         return self._scratch[name][:size].reshape(shape)
 
 
