@@ -106,12 +106,14 @@ def _best_run(paths: Sequence[ModelPath], db: sqlite3.Connection) -> StoredRun |
 
 def _models(db: sqlite3.Connection) -> Iterator[tuple[bytes, str, PageModel]]:
     """Roots with what their model's pages look like."""
-    for root, identity, codec in db.execute(
-        "SELECT r.key, m.identity, m.codec FROM roots r JOIN models m ON m.fp = r.model_fp"
+    for root, fp, identity, codec in db.execute(
+        "SELECT r.key, m.fp, m.identity, m.codec FROM roots r JOIN models m ON m.fp = r.model_fp"
         " WHERE m.codec = 'exact' ORDER BY r.key"
     ).fetchall():
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # a row that is no model
-            yield root, identity, PageModel(json.loads(identity), codec, b"")
+            model = PageModel(json.loads(identity), codec, b"")
+            if model.fp == fp:
+                yield root, identity, model
 
 
 def _run(

@@ -18,7 +18,8 @@ from sessions.locks import locked
 from sessions.paths import private_file, private_folder, writable
 
 APPLICATION_ID = 0x43484B32
-VERSION = 1
+VERSION = 2
+"""Of the tables. 2 added `pages.head_crc`; an older file's pages are computed again."""
 PAGE_BYTES = 65536
 """Of SQLite's pages; the file grows in these."""
 
@@ -46,6 +47,7 @@ CREATE TABLE pages(
   token_ids BLOB NOT NULL CHECK(length(token_ids) = 4 * num_tokens),
   sampled BLOB NOT NULL CHECK(length(sampled) = (num_tokens + 7) / 8),   -- one bit an id
   origin TEXT NOT NULL CHECK(origin IN ('step','chunk','mixed')),
+  head_crc INTEGER NOT NULL,                           -- of key || index || position || origin
   crc INTEGER NOT NULL,                                -- of key || payload
   num_bytes INTEGER NOT NULL, last_used INTEGER NOT NULL,
   quarantined TEXT                                     -- the reason, or NULL

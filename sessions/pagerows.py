@@ -19,7 +19,7 @@ from sessions.columns import pack_ids, unpack_ids
 
 HEAD = (
     "p.key, p.parent_key, p.chain_index, p.first_position, p.token_ids, p.sampled, p.origin, "
-    "p.num_tokens"
+    "p.num_tokens, p.head_crc"
 )
 
 
@@ -32,8 +32,16 @@ def checksum(key: bytes, payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(key))
 
 
+def head_checksum(key: bytes, chain_index: int, first_position: int, origin: str) -> int:
+    """CRC-32 of what a head says beyond what its key proves."""
+    return zlib.crc32(
+        struct.pack("<qq", chain_index, first_position) + origin.encode(), zlib.crc32(key)
+    )
+
+
 def head_of(row: Sequence[Any]) -> PageHead:
-    """The columns `HEAD` as a record. Raises BadPage if key, ids and sampled bits do not agree."""
+    """The columns `HEAD` as a record. Raises BadPage if key, ids and sampled bits do not agree, or
+    another column is not what was stored."""
     fields: list[Any] = _head(row)
     return PageHead(*fields)
 
@@ -49,7 +57,7 @@ def image_of(row: Sequence[Any], *, token_bytes: int) -> PageImage:
         BadPage: Any check fails: ids, size or checksum.
     """
     fields = _head(row)
-    crc, size, payload = row[8:11]
+    crc, size, payload = row[9:12]
     if not isinstance(payload, bytes):
         raise BadPage("no data")
     if len(payload) != size or size != token_bytes * len(fields[4]):
@@ -66,10 +74,13 @@ def _head(row: Sequence[Any]) -> list[Any]:
         fields: list[Any] = [*row[:4], ids, unpack_bits(row[5], len(ids)), row[6]]
         head = PageHead(*fields)
         fits = len(ids) == row[7] and head.key_fits
-    except (TypeError, ValueError, struct.error) as error:
+        proved = head_checksum(row[0], row[2], row[3], row[6]) == row[8]
+    except (AttributeError, TypeError, ValueError, struct.error) as error:
         raise BadPage("ids") from error
     if not fits:
         raise BadPage("ids")
+    if not proved:
+        raise BadPage("head")
     return fields
 
 
@@ -87,8 +98,8 @@ def put_page(
         db.execute("DELETE FROM pages WHERE id = ?", (held[0],))
     cursor = db.execute(
         "INSERT INTO pages(key, parent_key, model_fp, chain_index, first_position, num_tokens,"
-        " token_ids, sampled, origin, crc, num_bytes, last_used)"
-        " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        " token_ids, sampled, origin, head_crc, crc, num_bytes, last_used)"
+        " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             image.key,
             image.parent_key,
@@ -99,6 +110,7 @@ def put_page(
             pack_ids(image.token_ids),
             pack_bits(image.sampled),
             image.origin,
+            head_checksum(image.key, image.chain_index, image.first_position, image.origin),
             checksum(image.key, image.payload),
             len(image.payload),
             clock,
@@ -110,6 +122,17 @@ def put_page(
     if image.num_tokens == page_tokens:
         _drop_tails(db, image)
     return True
+
+
+def quarantine(db: sqlite3.Connection, key: bytes, reason: str) -> int:
+    """Mark a page as bad, unless it is. Returns how many were marked.
+
+    Its head proves nothing any more: a mark that a damaged file loses is still a refusal.
+    """
+    return db.execute(
+        "UPDATE pages SET quarantined = ?, head_crc = -1 WHERE key = ? AND quarantined IS NULL",
+        (reason, key),
+    ).rowcount
 
 
 def _drop_tails(db: sqlite3.Connection, full: PageImage) -> None:

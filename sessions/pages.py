@@ -183,13 +183,7 @@ class SqlitePageStore:
         self._bad.update(keys)
         with suppress(StoreError):
             return self._disk.save(
-                lambda db: (
-                    db.executemany(
-                        "UPDATE pages SET quarantined = ? WHERE key = ? AND quarantined IS NULL",
-                        [(reason, bad) for bad in keys],
-                    ).rowcount
-                ),
-                len(fresh),
+                lambda db: sum(pagerows.quarantine(db, bad, reason) for bad in keys), len(fresh)
             )
         return len(fresh)
 

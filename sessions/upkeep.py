@@ -31,7 +31,7 @@ class Verified:
     """Read and checked."""
     payload_bytes: int = 0
     bad: dict[str, int] = field(default_factory=dict[str, int])
-    """Pages that failed, by the check: `ids`, `size`, `checksum`, `no data`, `model`."""
+    """Pages that failed, by the check: `ids`, `head`, `size`, `checksum`, `no data`, `model`."""
     quarantined: int = 0
     """Pages that had failed before; they are not read again."""
     damaged: bool = False
@@ -76,7 +76,7 @@ def verify(disk: CacheFile) -> Verified:
                 continue
             reason = _check(row, models)
             found.pages += 1
-            found.payload_bytes += row[12] if isinstance(row[12], int) else 0
+            found.payload_bytes += row[13] if isinstance(row[13], int) else 0
             if reason:
                 found.bad[reason] = found.bad.get(reason, 0) + 1
                 bad.append((reason, row[3]))
@@ -175,7 +175,8 @@ def _check(row: Sequence[Any], models: dict[bytes, int]) -> str:
 
 
 def _quarantine(bad: list[tuple[str, bytes]], db: sqlite3.Connection) -> None:
-    db.executemany("UPDATE pages SET quarantined = ? WHERE key = ?", bad)
+    for reason, key in bad:
+        pagerows.quarantine(db, key, reason)
 
 
 def _drop_quarantined(db: sqlite3.Connection) -> int:

@@ -1,4 +1,4 @@
-"""Make `chat-v1.db`, `export-v1.jsonl`, `chat-v1.sql` and `kv-v1.sql`, the fixtures of schema 1.
+"""Make `chat-v1.db`, `export-v1.jsonl`, `chat-v1.sql`: the fixtures of schema 1; and `kv-v2.sql`.
 
 Run it once for a schema, from the root of the repository, and never again after its release:
 later versions are tested against these files.
@@ -107,7 +107,7 @@ def main() -> None:
         from sessions.pagefile import open_page_file
 
         pages = open_page_file(Path(folder) / "cache" / "kv.db", limit_bytes=1 << 30)
-        (HERE / "kv-v1.sql").write_text(schema(pages.reader))
+        (HERE / "kv-v2.sql").write_text(schema(pages.reader))
         pages.close()
 
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from mutate import mutated, of_pages
@@ -211,7 +212,9 @@ def page_store(path: Path) -> SqlitePageStore:
 
 def good_files(folder: Path) -> tuple[dict[str, bytes], list[PageImage]]:
     """kv.db with its journal, as a crash leaves them, and the pages in it."""
-    pages = page_store(folder / "kv.db")
+    # Where bytes lie follows from the keys, and these from the salt.
+    with mock.patch("sessions.pagefile.secrets.token_bytes", return_value=b"salt" * 8):
+        pages = page_store(folder / "kv.db")
     images = chain(pages.root, 24)
     pages.write(images)
     for image in images[::6]:

@@ -218,16 +218,16 @@ def test_21_newer_schema(told):
     told.play(2)
     told.stop()
     files = {}
-    for path in (told.chat_db, told.kv_db):
+    for path, newer in ((told.chat_db, 2), (told.kv_db, 3)):
         with closing(sqlite3.connect(path)) as db:
-            db.execute("PRAGMA user_version = 2")
+            db.execute(f"PRAGMA user_version = {newer}")
         files[path] = path.read_bytes()
     program = told.start()
     assert [turn.reply for turn in told.chat.turns()] == told.expected[:2]
     with pytest.raises(SchemaTooNew, match="schema 2, and this one knows schemas up to 1"):
         list(told.chat.send("hello"))
     (notice,) = program.pages.take_notices()
-    assert "newer chatkv (schema 2, this one knows 1)" in notice
+    assert "newer chatkv (schema 3, this one knows 2)" in notice
     assert (program.pages.usable, program.pages.saving) == (False, False)
     told.stop()
     assert {path: path.read_bytes() for path in files} == files

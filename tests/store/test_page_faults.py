@@ -164,7 +164,7 @@ def test_flipped_bits_anywhere_never_serve_a_wrong_page(tmp_path, kv_path, maker
 
 def test_a_newer_file_is_left_alone(kv_path, maker, stored):
     with sqlite3.connect(kv_path) as db:
-        db.execute("PRAGMA user_version = 2")
+        db.execute("PRAGMA user_version = 3")
     db.close()
     before = kv_path.read_bytes()
     pages = maker.open(kv_path)
@@ -178,7 +178,7 @@ def test_a_newer_file_is_left_alone(kv_path, maker, stored):
     with pytest.raises(StoreError, match="cannot be removed now"):
         pages.purge([1, 2, 3], 0)
     (notice,) = pages.take_notices()
-    assert "newer chatkv (schema 2, this one knows 1)" in notice
+    assert "newer chatkv (schema 3, this one knows 2)" in notice
     assert pages.take_notices() == []
     pages.close()
     assert kv_path.read_bytes() == before
