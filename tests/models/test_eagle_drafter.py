@@ -4,6 +4,7 @@ only, and a resume gives the trees of a chat that never quit."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,8 @@ def some_ids(count: int, seed: int = 0) -> list[int]:
 
 def turn(on: Engine, tokens: list[int], sampled: list[bool], seed: int = 2, length: int = 12):
     """Play one reply with a controller that knows nothing; (ids, flags, the trees that ran)."""
-    on.drafting.controller = Controller(COSTS, on.config.spec, guard=False)
+    mode = on.drafting.controller.mode
+    on.drafting.controller = Controller(COSTS, mode, guard=False)
     trees: list[tuple[list[int], list[int]]] = []
     real = on.drafting.propose
 
@@ -86,7 +88,7 @@ def turn(on: Engine, tokens: list[int], sampled: list[bool], seed: int = 2, leng
         pass
     while not seq.finished:
         on.step([seq])
-        for held in drafter_of(on).held.values() if on.drafting.drafters.drafters else ():
+        for held in drafter_of(on).held.values() if mode != "none" else ():
             check(held, seq.tokens)
     on.finish(seq)
     on.drafting.propose = real  # type: ignore[method-assign]
@@ -237,12 +239,8 @@ def test_plain_steps_store_nothing_until_a_guess_is_asked_for(decoder, file):
     )
 
 
-def test_edits_and_forks_go_on_from_what_they_share(decoder, file, monkeypatch):
-    monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
-    on = engine(decoder)
-    tokens, sampled, _ = turn(on, some_ids(40), [False] * 40, length=20)
-    other = [*tokens[:44], *some_ids(7, 3)]
-    flags = [*sampled[:44], *[False] * 7]
+def watch_owed(on: Engine) -> list[tuple[int, int]]:
+    """Rows that were in place and were computed again, from now on."""
     asked: list[tuple[int, int]] = []
     real = on.prompts.look_again
 
@@ -251,6 +249,85 @@ def test_edits_and_forks_go_on_from_what_they_share(decoder, file, monkeypatch):
         real(seq, start, stop)
 
     on.drafting._look_again = watched
+    return asked
+
+
+@pytest.mark.parametrize("length", [3, 20])
+def test_rows_that_nobody_asked_for_are_not_owed_in_the_next_turn(
+    decoder, file, monkeypatch, length
+):
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
+    on, owed = engine(decoder), None
+    tokens, sampled = some_ids(40), [False] * 40
+    for number in range(3):
+        on.drafting.set_mode("tree:5" if number == 2 else "none")
+        owed = owed or watch_owed(on)
+        tokens, sampled, trees = turn(on, tokens, sampled, seed=number, length=length)
+        before = len(tokens) - length
+        tokens, sampled = [*tokens, 2, 5], [*sampled, False, False]
+    assert not owed
+    fresh = engine(decoder)
+    assert trees == turn(fresh, tokens[:before], sampled[:before], seed=2, length=length)[2]
+    assert len(trees) > 1
+    assert max(len(tree[0]) for tree in trees) > 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_forks_and_plain_replies_in_any_order_guess_as_a_new_engine_does(
+    decoder, file, monkeypatch, seed
+):
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
+    rng = np.random.default_rng(seed)
+    on = engine(decoder)
+    chats = [(some_ids(40), [False] * 40)]
+    for number in range(8):
+        tokens, sampled = chats[rng.integers(len(chats))]
+        cut = len(tokens) if rng.random() < 0.6 else int(rng.integers(20, len(tokens)))
+        given = some_ids(int(rng.integers(1, 9)), 100 + number)
+        tokens, sampled = [*tokens[:cut], *given], [*sampled[:cut], *[False] * len(given)]
+        plain, length = rng.random() < 0.5, int(rng.integers(2, 30))
+        on.drafting.set_mode("none" if plain else "tree:5")
+        reply = turn(on, tokens, sampled, seed=number, length=length)
+        if not plain:
+            assert reply == turn(engine(decoder), tokens, sampled, seed=number, length=length)
+        chats.append(reply[:2])
+
+
+@pytest.mark.parametrize(("end", "owed", "kept"), [(55, (44, 48), 3), (52, (28, 48), 1)])
+def test_rows_behind_a_gap_are_owed_from_where_the_window_is_whole(
+    decoder, file, monkeypatch, end, owed, kept
+):
+    """Of parts that were read together all rows must be those of the sequence."""
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
+    drafter = EagleDrafter(CpuEagle(file, decoder), (1, 2, 3))
+
+    def read(seq_id: int, *places: int) -> None:
+        for start, stop in pairwise(places):
+            rows: np.ndarray = np.ones((stop - start, 3, decoder.spec.hidden_size), np.float32)
+            drafter.read(seq_id, start, rows)  # type: ignore[arg-type]
+
+    ids = some_ids(54)
+    read(1, 30, 36, 44, 50, 53)
+    drafter.follow(1, ids)
+    drafter.drop(1)
+    fork = [*ids[:49], *some_ids(end - 48, 1)]
+    read(2, 48, end)
+    drafter.follow(2, fork)
+    assert drafter.missing(2) == owed
+    assert len(drafter.held[2].waiting) == kept
+    assert drafter.missing(2) is None, "said once"
+    read(2, *owed)
+    drafter.catch_up(2, fork)
+    assert (drafter.held[2].first, drafter.held[2].stop) == (end - 24, end)
+
+
+def test_edits_and_forks_go_on_from_what_they_share(decoder, file, monkeypatch):
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
+    on = engine(decoder)
+    tokens, sampled, _ = turn(on, some_ids(40), [False] * 40, length=20)
+    other = [*tokens[:44], *some_ids(7, 3)]
+    flags = [*sampled[:44], *[False] * 7]
+    asked = watch_owed(on)
     trees = turn(on, other, flags)[2]
     # The fork's window begins where the memory of what it shares is gone.
     assert asked == [(27, 44)]

@@ -21,7 +21,8 @@ from chatkv.spec.verify import Accepted
 AT_ONCE = 8
 """Rows that are stored as part of a guess."""
 REMEMBERED = 8
-"""Sequences that ended and are still known: a chat's next turn goes on from one of them."""
+"""Sequences that ended and are still known, rows that nobody asked for too: a chat's next turn goes
+on from one of them."""
 
 
 class LaunchedEagle(AheadGrower, Protocol):
@@ -84,6 +85,19 @@ class Held:
         start, features = self.waiting[-1]
         return start + len(features)
 
+    def reaches(self, place: int) -> bool:
+        """Whether what is stored goes on with that place."""
+        return self.first <= place <= self.stop
+
+    def begin(self, last: int) -> int:
+        """The first of the parts that wait and follow on each other up to the one at `last`."""
+        while last:
+            start, features = self.waiting[last - 1]
+            if start + len(features) < self.waiting[last][0]:
+                break
+            last -= 1
+        return last
+
 
 class EagleDrafter:
     """A tree from an eagle head.
@@ -121,6 +135,13 @@ class EagleDrafter:
                 found, known = other, usable
         if found is not own:
             own.memory, own.first = found.memory.copy(), found.first
+            new = own.waiting[0][0] if own.waiting else known
+            own.waiting[:0] = [
+                (start, features)
+                for start, features in found.waiting
+                if start < new and start + len(features) <= known
+            ]
+        known = min(known, found.stop)
         own.stop = known if known > own.first else 0
         own.first = own.first if own.stop else 0
         own.ids, own.asked = tokens, False
@@ -137,14 +158,24 @@ class EagleDrafter:
             del waiting[0]
 
     def missing(self, seq_id: int) -> tuple[int, int] | None:
-        """Rows of the window between what is stored and what was read."""
+        """Rows of the window between what is known from before and what was read."""
         held = self.held.get(seq_id)
         if held is None or held.asked or not held.waiting:
             return None
         held.asked = True
-        start, stop = self._window(held.waiting), held.waiting[0][0]
-        if held.first <= start <= held.stop:
-            start = held.stop
+        start, waiting = self._window(held.waiting), held.waiting
+        place = held.begin(len(waiting) - 1)
+        stop = waiting[place][0]
+        if place:
+            left = held.begin(place - 1)
+            begun, ended = waiting[left][0], waiting[place - 1][0] + len(waiting[place - 1][1])
+            begun = held.first if left == 0 and held.reaches(begun) else begun
+        else:
+            begun, ended = held.first, held.stop
+        if begun <= start <= ended:
+            start = ended
+        else:
+            del waiting[:place]
         return (start, stop) if start < stop else None
 
     def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None:
@@ -189,8 +220,7 @@ class EagleDrafter:
         """Remember the sequence for a while."""
         self.void(seq_id)
         held = self.held.pop(seq_id, None)
-        if held is not None and held.stop:
-            held.waiting.clear()
+        if held is not None and held.end:
             self.left = [*self.left, held][-REMEMBERED:]
 
     def _window(self, waiting: Sequence[tuple[int, Features]]) -> int:
@@ -226,7 +256,7 @@ class EagleDrafter:
     def _store(self, held: Held, tokens: Sequence[int] | None) -> None:
         """Store the rows that wait; without tokens they are stored already."""
         for start, features in held.waiting:
-            if not held.first <= start <= held.stop:
+            if not held.reaches(start):
                 held.first = start  # what lies before a gap is of no use
             stop = start + len(features)
             if tokens is not None:
@@ -238,7 +268,7 @@ class EagleDrafter:
 
 def _usable(held: Held, tokens: Sequence[int]) -> int:
     """Up to which place rows of `held` are rows of `tokens`: each needs the id behind it."""
-    same, stop = 0, min(held.stop + 1, len(held.ids), len(tokens)) if held.stop else 0
+    same, stop = 0, min(held.end + 1, len(held.ids), len(tokens)) if held.end else 0
     while same < stop:  # halves: to compare lists is far quicker than a look at each id
         middle = (same + stop + 1) // 2
         if list(held.ids[same:middle]) == list(tokens[same:middle]):
