@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from chatkv.attention.call import AttentionCall
 from chatkv.kv.table import PageTable
 from chatkv.models.model import ForwardBatch
+from chatkv.models.tree_rows import TreeRows
 from chatkv.spec.proposal import GrownTree, Proposal
 from chatkv.spec.tree import DraftTree
 
@@ -33,9 +35,11 @@ def tree_batch(tables: Seq[PageTable], trees: Seq[Proposal], slots: Seq[Slots]) 
     seen = [tree for tree in trees if isinstance(tree, DraftTree)]
     if len(seen) < len(trees):
         (grown,) = trees
-        nothing = np.zeros(len(grown), np.int32)
-        batch = _batch(tables, nothing, nothing, slots, ancestors=None, logit_rows=None)
-        return replace(batch, grown=grown.rows if isinstance(grown, GrownTree) else None)
+        assert isinstance(grown, GrownTree), "what is no tree yet"
+        nothing = _zeros(len(grown))
+        return _batch(
+            tables, nothing, nothing, slots, ancestors=None, logit_rows=None, grown=grown.rows
+        )
     trees = seen
     depths = [np.array(tree.depths, np.int32) for tree in trees]
     chains = all(tree.depths[-1] == len(tree) - 1 for tree in trees)
@@ -80,6 +84,7 @@ def _batch(
     *,
     ancestors: npt.NDArray[np.int64] | None,
     logit_rows: npt.NDArray[np.int32] | None,
+    grown: TreeRows | None = None,
 ) -> ForwardBatch:
     entries = [table.entries() for table in tables]
     width = max([len(row) for row in entries])
@@ -105,7 +110,16 @@ def _batch(
         slots=_joined(slots),
         call=call,
         logit_rows=logit_rows,
+        grown=grown,
     )
+
+
+@lru_cache(maxsize=64)
+def _zeros(count: int) -> npt.NDArray[np.int32]:
+    """Read only."""
+    zeros = np.zeros(count, np.int32)
+    zeros.setflags(write=False)
+    return zeros
 
 
 def _holes(tables: Seq[PageTable], width: int) -> tuple[Tensor | None, Tensor | None]:

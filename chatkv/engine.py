@@ -422,8 +422,8 @@ class Engine:
                 for row, token in zip(gained.rows, gained.tokens, strict=True)
             ]
         seq.last_logits = result.keep(first + gained.rows[-1])
-        if (count := self.drafting.tap_rows) > 0:
-            rows = [first + row for row in gained.rows[-count:]]
+        if self.drafting.wants_rows(seq.id):
+            rows = [first + row for row in gained.rows[-self.drafting.tap_rows :]]
             start = seq.table.num_tokens + len(gained.rows) - len(rows)
             self.drafting.read(seq.id, start, result.features(rows))
         return gained

@@ -163,8 +163,12 @@ class Sequence:
     @property
     def max_depth(self) -> int:
         """Guesses on one path that are of use: a step never passes the end, or a forget."""
-        room = self.room if self.slide is not None else self.room - 1
-        return min(self.max_tokens - self.num_generated - 1, room)
+        return min(self.max_tokens - self.num_generated - 1, self.free_depth)
+
+    @property
+    def free_depth(self) -> int:
+        """Guesses on one path that there is a place for, of use or not."""
+        return self.room if self.slide is not None else self.room - 1
 
     @property
     def ops_done(self) -> int:

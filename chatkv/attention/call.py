@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -113,17 +114,15 @@ class AttentionCall:
         page_pos: Tensor | None = None,
     ) -> AttentionCall:
         """A call on the CPU from plain numbers: new rows and slots of each sequence."""
-        starts = [0]
-        for count in rows:
-            starts.append(starts[-1] + count)
+        starts, q_start = _starts(tuple(rows))
         return cls(
             page_table=page_table,
-            q_start=torch.from_numpy(np.array(starts, np.int32)),
+            q_start=q_start,
             kv_len=torch.from_numpy(np.array(kv_len, np.int32)),
             ancestors=ancestors,
             valid=valid,
             page_pos=page_pos,
-            q_start_host=tuple(starts),
+            q_start_host=starts,
             kv_len_host=tuple(kv_len),
         )
 
@@ -215,6 +214,13 @@ class AttentionCall:
         tensor: Tensor | None = getattr(self, name)
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
             _expect(False, f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+
+
+@lru_cache(maxsize=64)
+def _starts(rows: tuple[int, ...]) -> tuple[tuple[int, ...], Tensor]:
+    """`q_start` of so many rows a sequence, on both sides. Read only."""
+    starts = (0, *accumulate(rows))
+    return starts, torch.tensor(starts, dtype=torch.int32)
 
 
 def _expect(holds: bool, problem: str) -> None:

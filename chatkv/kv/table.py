@@ -97,6 +97,9 @@ class PageTable:
             here = f"{self.num_entries} pages, {gone} let go of"
             raise ValueError(f"Slots {start} to {stop} of a table with {here}.")
         first = start // size
+        if first == (stop - 1) // size and start < stop:  # as most steps
+            offset = (self.pages[first - gone] - first) * size
+            return np.arange(start + offset, stop + offset, dtype=np.int64)
         pages = np.array(self.pages[first - gone : self.pool.pages_for(stop) - gone], np.int64)
         logical = np.arange(start - first * size, stop - first * size, dtype=np.int64)
         return pages[logical // size] * size + logical % size

@@ -183,7 +183,8 @@ class CudaDecoder:
         rows = len(batch.tokens)
         if len(batch.positions) != rows or len(batch.slots) != rows or batch.call.num_rows != rows:
             raise ValueError(f"{rows} tokens, but other numbers of positions, slots or call rows.")
-        self._expect_ids(batch.tokens)
+        if batch.grown is None:
+            self._expect_ids(batch.tokens)
         return DeviceLogits(self.graphs.run(batch, pool), batch)
 
     def prefill(

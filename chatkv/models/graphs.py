@@ -55,11 +55,8 @@ class Bucket:
         Raises:
             ValueError: None does.
         """
-        starts = batch.call.q_start_host
-        longest = max([b - a for a, b in pairwise(starts)])
         wanted = batch.logit_rows is None or len(batch.logit_rows) > 0 or batch.tapped > 0
-        has_holes = batch.call.valid is not None
-        return _bucket(len(starts) - 1, len(batch.tokens), longest, wanted, has_holes)
+        return _bucket(batch.call.q_start_host, wanted, batch.call.valid is not None)
 
 
 class CapturedStep:
@@ -315,10 +312,11 @@ class StepGraphs:
 
 
 @lru_cache(maxsize=1024)
-def _bucket(sequences: int, rows: int, longest: int, want_logits: bool, has_holes: bool) -> Bucket:
+def _bucket(starts: tuple[int, ...], want_logits: bool, has_holes: bool) -> Bucket:
+    longest = max(b - a for a, b in pairwise(starts))
     return Bucket(
-        _least(SEQUENCES, sequences, "sequences"),
-        _least(ROWS, rows, "rows"),
+        _least(SEQUENCES, len(starts) - 1, "sequences"),
+        _least(ROWS, starts[-1], "rows"),
         _least(LONGEST, longest, "rows of one sequence"),
         want_logits,
         has_holes,

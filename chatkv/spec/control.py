@@ -286,7 +286,8 @@ class Controller:
         return plan.is_probe
 
     def _fastest(self, trees: list[list[float]], plan: Plan) -> list[list[int]]:
-        """Rows of each tree that give the best expected rate, if it beats plain; else a probe.
+        """Rows of each tree that give the best expected rate, if it beats plain; else a probe, or
+        what beats plain now that asking is paid for.
 
         Args:
             trees: Chances of the rows of each tree.
@@ -310,6 +311,9 @@ class Controller:
             affordable = plain_ms + self._idle.spare_ms
             count = self._best_count(chances, sequences, 0.0, affordable, draft_ms)
             plan.is_probe = count > 0
+        elif not count and draft_ms > 0:
+            count = self._best_count(chances, sequences, bar, float("inf"), 0.0)
+            plan.is_sunk = count > 0
         for _, place, row in guesses[:count]:
             kept[place].append(row)
         return [sorted(rows) for rows in kept]
@@ -337,7 +341,7 @@ class Controller:
         if plan.kind == "control" or self.shape.kind != "auto":
             return
         plain_ms = self.guard.plain_ms(self.costs.ms(step.sequences) or float("inf"))
-        if not step.drafted:
+        if not step.drafted or plan.is_sunk:
             self._idle.plain(step.tokens)
             if plan.kind == "probe" and step.draft_ms > CHEAP_SHARE * plain_ms:
                 self._idle.lost(step.draft_ms)

@@ -30,15 +30,12 @@ class CostTable:
         if 1 not in base or min(base.values()) <= 0:
             raise ValueError(f"a cost table needs one row and positive times, not {dict(base)}")
         self.base = dict(sorted(base.items()))
+        self.sizes = tuple(self.base)
+        """Rows that were measured, ascending."""
         self._drift: deque[float] = deque(maxlen=RECENT)
         self._own: dict[int, deque[float]] = {}
         self._level = 1.0
         self._now: dict[int, float] = dict(self.base)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows that were measured, ascending."""
-        return list(self.base)
 
     def ms(self, rows: int) -> float | None:
         """Expected time of a pass; None beyond the largest measured size."""

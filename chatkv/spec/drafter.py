@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from chatkv.models.logits import Features
@@ -96,6 +97,10 @@ class AheadReader(Reader, Protocol):
         """What was begun does not fit the sequence any more."""
         ...
 
+    def has_read(self, seq_id: int) -> bool:
+        """Whether it has the rows that the step keeps without being handed them."""
+        ...
+
 
 class GuardedDrafters:
     """Several drafters as one that never raises and returns only trees that are safe to run.
@@ -136,12 +141,18 @@ class GuardedDrafters:
 
     def is_off(self, name: str, seq_id: int) -> bool:
         """Whether this drafter failed in this conversation."""
-        return (name, seq_id) in self._off
+        return bool(self._off) and (name, seq_id) in self._off
 
     def follow(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Tell all drafters; a changed sequence gives a failed one no second chance."""
         for drafter in self._running([seq_id]):
             self._try(drafter, [seq_id], lambda d=drafter: d.follow(seq_id, tokens))
+
+    def wants_rows(self, seq_id: int) -> bool:
+        """Whether a drafter wants to be handed the rows that the step keeps."""
+        if (reader := self.reader) is None or self.is_off(reader.name, seq_id):
+            return False
+        return self._ahead is None or not self._ahead.has_read(seq_id)
 
     def read(self, seq_id: int, start: int, features: Features) -> None:
         """Hand rows to the drafter that reads layers."""
@@ -235,14 +246,13 @@ class GuardedDrafters:
         found: Sequence[list[DraftTree]],
     ) -> None:
         """Add a drafter's trees to those that were found, where it has a guess."""
-        places = [
-            place
-            for place, context in enumerate(contexts)
-            if not self.is_off(drafter.name, context.seq_id)
-        ]
+        places: Sequence[int] = range(len(contexts))
+        some, limits = contexts, max_rows
+        if self._off:
+            places = [p for p in places if not self.is_off(drafter.name, contexts[p].seq_id)]
+            some, limits = [contexts[p] for p in places], [max_rows[p] for p in places]
         if not places:
             return
-        some, limits = [contexts[p] for p in places], [max_rows[p] for p in places]
 
         def ask() -> list[DraftTree]:
             return [
@@ -259,8 +269,7 @@ class GuardedDrafters:
 
         trees = self._try(drafter, [context.seq_id for context in some], ask)
         for place, tree in zip(places, trees or (), strict=False):
-            tree = _fitting(tree, contexts[place])
-            if len(tree) > 1:
+            if len(tree) > 1 and len(tree := _fitting(tree, contexts[place])) > 1:
                 found[place].append(tree)
 
     def _spare(
@@ -278,8 +287,9 @@ class GuardedDrafters:
 
     def observe(self, seq_id: int, accepted: Accepted) -> None:
         """Tell all drafters what the step gained."""
-        for drafter in self._running([seq_id]):
-            self._try(drafter, [seq_id], lambda d=drafter: d.observe(seq_id, accepted))
+        for drafter in self.drafters:
+            if not self.is_off(drafter.name, seq_id):
+                self._try(drafter, [seq_id], partial(drafter.observe, seq_id, accepted))
 
     def drop(self, seq_id: int) -> None:
         """Forget the sequence, failures included."""

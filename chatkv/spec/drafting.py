@@ -66,6 +66,10 @@ class Drafting:
         """The sequence's next rows stand elsewhere: what was begun ahead is not for them."""
         self.drafters.void(seq.id)
 
+    def wants_rows(self, seq_id: int) -> bool:
+        """Whether somebody wants to read the rows that a step keeps."""
+        return self.tap_rows > 0 and self.drafters.wants_rows(seq_id)
+
     def read(self, seq_id: int, start: int, features: Features) -> None:
         """Tapped residuals of rows that were computed, from place `start` on."""
         self.drafters.read(seq_id, start, features)
@@ -165,11 +169,17 @@ class Drafting:
 
 
 def _cut(tree: Proposal, seq: Sequence) -> Proposal:
-    """Without rows that the end of the reply or of the context makes useless."""
+    """Without rows that the end of the reply or of the context makes useless.
+
+    A tree that nobody has seen stays whole as long as there is a place for all of it: waiting for
+    it takes longer than its last rows.
+    """
     left = seq.max_depth
     if isinstance(tree, GrownTree):
-        if tree.depth <= left:
+        if tree.depth <= left or 0 < left < tree.depth <= seq.free_depth:
             return tree
+        if left <= 0:
+            return DraftTree.root(tree.root)
         tree = tree.settle()
     if max(tree.depths) <= left:
         return tree

@@ -19,6 +19,8 @@ LONGEST_REST = 4
 """Doublings of the rest."""
 CONTROL_STEPS = 64
 """One step in so many is plain, to know what plain costs now."""
+CLEAR, CLEAR_STEPS = 1.25, 256
+"""Measured rate over plain from which one in so many is enough."""
 
 
 class WallClockGuard:
@@ -43,7 +45,8 @@ class WallClockGuard:
     @property
     def wants_control(self) -> bool:
         """Whether the next step should be plain, to keep the comparison fresh."""
-        return self.strikes and self._since_control >= CONTROL_STEPS
+        clear = self.measured is not None and self.measured >= CLEAR
+        return self.strikes and self._since_control >= (CLEAR_STEPS if clear else CONTROL_STEPS)
 
     def plain_ms(self, default: float) -> float:
         """What a plain step takes now; `default` where none was measured."""
@@ -54,7 +57,7 @@ class WallClockGuard:
         if sequences != self._sequences:
             self._sequences = sequences
             self._plain_ms.clear()
-            self._since_control = CONTROL_STEPS
+            self._since_control = CLEAR_STEPS
             self._tokens, self._ms = 0, 0.0
 
     def wake(self) -> None:

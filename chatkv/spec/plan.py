@@ -33,6 +33,8 @@ class Plan:
     """What is run of it."""
     is_probe: bool = False
     """Whether guesses are run that are not expected to be worth it."""
+    is_sunk: bool = False
+    """Whether guesses are run that were not worth asking for, now that they are here."""
     asked: tuple[str, ...] = ()
     """The drafters that take time for it and were asked, by name."""
 

@@ -34,12 +34,13 @@ class GrownTree:
         self.root, self.depth, self.rows = root, depth, rows
         self.beside: DraftTree | None = None
         """What others guessed and was not joined with it."""
+        self._size = len(rows.tokens)
         self._read = read
         self._tree: DraftTree | None = None
 
     def __len__(self) -> int:
         """Rows, the root included."""
-        return len(self.rows.tokens)
+        return self._size
 
     def settle(self) -> DraftTree:
         """The tree itself. Good until the next one is grown, and from the first call on.

@@ -285,6 +285,8 @@ def sanitize(proposal: object, *, root: int, vocab_size: int, max_rows: int) -> 
         raise ValueError(f"returned {type(proposal).__name__} instead of a DraftTree")
     if int(proposal.tokens[0]) != root:
         raise ValueError(f"guessed below token {int(proposal.tokens[0])}, not {root}")
+    if len(proposal) == 1:
+        return proposal
     if int(proposal.tokens.max()) >= vocab_size:
         kept = [0]
         for row in range(1, len(proposal)):

@@ -266,6 +266,22 @@ def test_a_mode_that_wants_fewer_rows_sees_it_first():
         assert isinstance(tree, GrownTree) == (rows == 16)
 
 
+@pytest.mark.parametrize(
+    ("left", "free", "rows", "unseen"),
+    [(2, 9, 16, True), (1, 2, 16, True), (1, 1, 9, False), (0, 9, 1, False), (0, 0, 1, False)],
+)
+def test_near_the_end_it_is_waited_for_only_where_it_has_no_place(left, free, rows, unseen):
+    drafters, _ = made()
+    drafting = Drafting(drafters, FLAT, "tree:15", guard=False)
+    sampler = SimpleNamespace(edits_rows=False, params=SamplingParams(), grammar=None)
+    seq: Any = SimpleNamespace(
+        id=1, tokens=[1, 2, 5], sampler=sampler, max_depth=left, free_depth=free
+    )
+    begun(drafters)
+    (tree,) = drafting.propose([seq])
+    assert (len(tree), isinstance(tree, GrownTree)) == (rows, unseen)
+
+
 def test_surer_guesses_of_others_are_joined():
     chain = DraftTree.of([5, 7, 8, 9], [0, 0, 1, 2], [1, 0.9, 0.9, 0.9], source="others")
     controller = Controller(FLAT, guard=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import pytest
 
@@ -12,7 +13,7 @@ from chatkv.errors import ConfigError
 from chatkv.spec.calibration import Calibration
 from chatkv.spec.control import Controller
 from chatkv.spec.costs import CostTable
-from chatkv.spec.guard import CONTROL_STEPS, GUARD_TOKENS, REST_TOKENS
+from chatkv.spec.guard import CLEAR_STEPS, CONTROL_STEPS, GUARD_TOKENS, REST_TOKENS
 from chatkv.spec.plan import Shape
 from chatkv.spec.stats import DraftStats, StepRecord, trials
 from chatkv.spec.tree import DraftTree
@@ -147,13 +148,33 @@ def test_guard_holds_for_pinned_shapes_too():
     assert set(forced.sizes) == {4}
 
 
-def test_one_step_in_64_is_plain():
-    fast = machine(FLAT, FLAT, 0.9)
-    fast.run(3000)
+@pytest.mark.parametrize(("chance", "every"), [(0.15, CONTROL_STEPS), (0.9, CLEAR_STEPS)])
+def test_a_step_is_plain_now_and_then(chance: float, every: int):
+    """More rarely where drafting is clearly faster."""
+    fast = machine(FLAT, FLAT, chance)
+    fast.run(6000)
     controls = [at for at, kind in enumerate(fast.kinds) if kind == "control"]
     assert controls[0] == 0
-    assert len(controls) >= len(fast.kinds) // (CONTROL_STEPS + 1)
+    gaps = Counter(b - a for a, b in pairwise(controls[1:]))
+    assert gaps.most_common(1)[0][0] == every + 1
+    assert min(gaps) == every + 1
     assert all(fast.sizes[at] == 1 for at in controls)
+
+
+def test_guesses_that_were_not_worth_asking_for_are_run_all_the_same():
+    """And count as plain: three of them, and nobody is asked for a while."""
+    tree = DraftTree.of([0, 1], [0, 0], [1.0, 0.5], source="s")
+    controller = Controller(FLAT, guard=False)
+    controller.drafts.observe(("s",), 40.0)
+    for turn in range(4):
+        plan = controller.plan([0])
+        assert plan.kind == ("draft" if turn < 3 else "cheap")
+        plan.asked = ("s",)
+        (kept,) = controller.prune([tree], plan)
+        assert len(kept) == 2
+        accepted = Accepted((1, 2), (0, 1), (1, 2))
+        step = StepRecord.of([tree], [accepted], draft_ms=40.0, verify_ms=FLAT[2])
+        controller.observe(step, [accepted], plan)
 
 
 def test_bursts_of_copying_are_found_and_left():
@@ -248,7 +269,7 @@ def test_explain_is_one_sentence():
 
 def test_costs():
     costs = CostTable({1: 10.0, 4: 20.0, 2: 12.0})
-    assert costs.sizes == [1, 2, 4]
+    assert costs.sizes == (1, 2, 4)
     assert costs.ms(3) == 20.0  # never interpolated
     assert costs.ms(5) is None
     for _ in range(9):

@@ -98,7 +98,9 @@ def test_what_is_stored_is_what_was_chosen(steps: list[tuple[str, list[int]]], p
             begin()
         kept = gained[:1] if how == "cut" else gained
         ids += kept
-        drafter.read(1, start, [0] * len(kept))  # type: ignore[arg-type]
+        assert drafter.has_read(1) == (begin is not None)
+        if how == "not observed" or not drafter.has_read(1):
+            drafter.read(1, start, [0] * len(kept))  # type: ignore[arg-type]
         if how != "not observed":
             drafter.observe(1, Accepted(tuple(kept), tuple(range(len(kept))), ()))
         if how == "void":

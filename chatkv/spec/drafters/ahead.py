@@ -41,6 +41,7 @@ class Ahead:
 
     def __init__(self, grower: AheadGrower | None) -> None:
         self._grower = grower
+        self._size = 0 if grower is None else len(grower.rows.tokens)
         self._launched: int | None = None
         """The sequence whose next tree is being grown, its step not yet observed."""
         self._growing: int | None = None
@@ -60,10 +61,14 @@ class Ahead:
         """The tree, if it is the one for these ids. Once."""
         growing, self._growing = self._growing, None
         grower = self._grower
-        if grower is None or growing != context.seq_id or max_rows < len(grower.rows.tokens):
+        if grower is None or growing != context.seq_id or max_rows < self._size:
             return None
         root = int(context.tokens[-1])
         return GrownTree(root, grower.depth, grower.rows, lambda: tree_of(*grower.read()))
+
+    def is_launched(self, seq_id: int) -> bool:
+        """Whether a tree is begun behind the step of a sequence that runs."""
+        return self._launched == seq_id
 
     def void(self, seq_id: int) -> None:
         """What was begun is for other rows."""

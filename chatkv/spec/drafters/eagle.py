@@ -210,11 +210,17 @@ class EagleDrafter:
         """What was begun is for other rows."""
         self._ahead.void(seq_id)
 
+    def has_read(self, seq_id: int) -> bool:
+        """Whether the rows of the step are stored behind it, where they are."""
+        return self._ahead.is_launched(seq_id)
+
     def observe(self, seq_id: int, accepted: Accepted) -> None:
         """A step is through. What it was read from is stored already if a tree was begun behind
         it: the device may have kept more rows than the stop machine, and those are nobody's."""
         if self._ahead.observe(seq_id):
-            self._store(self.held[seq_id], None)
+            held = self.held[seq_id]
+            held.stop += len(accepted.rows)
+            held.first = max(held.first, held.stop - self.grower.window)
 
     def drop(self, seq_id: int) -> None:
         """Remember the sequence for a while."""
@@ -253,14 +259,13 @@ class EagleDrafter:
         )
         return tree_of(*grown).best(max_rows)
 
-    def _store(self, held: Held, tokens: Sequence[int] | None) -> None:
-        """Store the rows that wait; without tokens they are stored already."""
+    def _store(self, held: Held, tokens: Sequence[int]) -> None:
+        """Store the rows that wait."""
         for start, features in held.waiting:
             if not held.reaches(start):
                 held.first = start  # what lies before a gap is of no use
             stop = start + len(features)
-            if tokens is not None:
-                self.grower.store(held.memory, start, features, tokens[start + 1 : stop + 1])
+            self.grower.store(held.memory, start, features, tokens[start + 1 : stop + 1])
             held.stop = stop
             held.first = max(held.first, stop - self.grower.window)
         held.waiting.clear()

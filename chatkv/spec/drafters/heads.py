@@ -111,6 +111,10 @@ class HeadsDrafter:
         """What was begun is for other rows."""
         self._ahead.void(seq_id)
 
+    def has_read(self, seq_id: int) -> bool:
+        """Never: it may have to guess without the tree that was begun."""
+        return False
+
     def observe(self, seq_id: int, accepted: Accepted) -> None:
         """A step is through: what was begun behind it fits the sequence now."""
         self._ahead.observe(seq_id)
