@@ -21,6 +21,7 @@ import numba.extending
 import platformdirs
 from numba import prange
 from numba.core import types
+from numba.core.codegen import get_host_cpu_features
 
 __all__ = [
     "bits_to_float32",
@@ -79,7 +80,19 @@ def _cache_folder() -> str:
     return str(root / digest.hexdigest())
 
 
+def _features() -> str | None:
+    """This processor's features for LLVM, or None to leave them to numba.
+
+    Of one `vpdpwssd` LLVM makes two or three instructions on Intel's older processors, as if it
+    were slow. It is what the linear layers are made of, and takes less.
+    """
+    known = get_host_cpu_features()
+    return f"{known},+fast-dpwssd" if "+avx512vnni" in known.split(",") else None
+
+
 _config.CACHE_DIR = _cache_folder()
+if _config.CPU_FEATURES is None:
+    _config.CPU_FEATURES = _features()
 if not os.environ.get("NUMBA_THREADING_LAYER"):
     _config.THREADING_LAYER = _share_openmp()
 

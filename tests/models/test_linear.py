@@ -119,6 +119,20 @@ def test_every_way_to_multiply_gives_the_same_bits(kind, way):
     np.testing.assert_array_equal(out, layer.run([0, 1]))
 
 
+@pytest.mark.skipif(HOST_DOT != "vnni", reason="this processor has no vpdpwssd")
+def test_products_of_pairs_are_added_in_one_instruction():
+    """LLVM would make three of it on older Intel processors: 30 % slower from six rows up."""
+    tile = tile_kernel("q4", 4)
+
+    @numba.cfunc(numba.types.void(*[numba.types.int64] * 7))
+    def run(weights, groups, codes, scales, out, width, add):
+        tile(weights, groups, codes, scales, out, width, add)
+
+    code = run._library.get_asm_str()
+    assert code.count("vpdpwssd") >= 4 * 16
+    assert "vpmaddwd" not in code
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor_type", "outputs", "inputs"), SHAPES)
 def test_rows_of_every_weight_shape_are_independent(tensor_type, outputs, inputs):
