@@ -10,33 +10,46 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from chatkv.errors import UnknownSession
-from sessions.columns import dump_json
+from sessions.columns import dump_json, load_object
 from sessions.records import SessionRow, SessionSummary
-from sessions.tree import SESSION, get_session
+from sessions.tree import get_session
 
 Sort = Literal["updated", "size", "name"]
 MIN_PREFIX = 4
 MAIN = "main"
 _NEWEST = "updated_at DESC, rowid DESC"
 
-# One walk from each head to its root: tokens, the first prompt, and the last turn others own.
-_PATHS = """
-WITH RECURSIVE path(session, turn, parent, depth, owner) AS (
-  SELECT s.id, t.id, t.parent_id, t.depth, t.session_id
-  FROM sessions s JOIN turns t ON t.id = s.head_turn_id
+# One walk from each head to its root, in small rows: with 2,000 chats a list is mostly this.
+_NUMBERS = """
+WITH RECURSIVE path(session, parent, depth, turns, tokens, first) AS (
+  SELECT s.rowid, t.parent_id, t.depth, t.depth, coalesce(n.num_tokens, 0),
+    iif(t.depth = 0, NULL, t.id)
+  FROM sessions s JOIN turns t ON t.id = s.head_turn_id LEFT JOIN turn_tokens n ON n.turn_id = t.id
   WHERE s.id IN (SELECT value FROM json_each(?))
   UNION ALL
-  SELECT p.session, t.id, t.parent_id, t.depth, t.session_id
-  FROM path p JOIN turns t ON t.id = p.parent WHERE t.depth < p.depth)
-SELECT session, max(depth),
-  sum((SELECT total(tokens) FROM (
-    SELECT max(length(r.token_ids)) / 4 AS tokens
-    FROM messages m JOIN renders r ON r.message_id = m.id WHERE m.turn_id = path.turn
-    GROUP BY m.id))),
-  max(CASE WHEN owner <> session THEN depth END),
-  max(CASE WHEN depth = 1 THEN (
-    SELECT substr(content, 1, 400) FROM messages m WHERE m.turn_id = path.turn AND m.seq = 0) END)
-FROM path GROUP BY session
+  SELECT p.session, t.parent_id, t.depth, p.turns, p.tokens + coalesce(n.num_tokens, 0),
+    iif(t.depth = 0, p.first, t.id)
+  FROM path p CROSS JOIN turns t ON t.id = p.parent LEFT JOIN turn_tokens n ON n.turn_id = t.id
+  WHERE t.depth < p.depth
+  ORDER BY 1)
+SELECT session, turns, tokens, first FROM path WHERE parent IS NULL
+"""
+
+_PROMPTS = """
+SELECT turn_id, substr(content, 1, 400) FROM messages
+WHERE seq = 0 AND turn_id IN (SELECT value FROM json_each(?))
+"""
+
+# From the head of each fork up to the first turn that is another's.
+_SHARED = """
+WITH RECURSIVE path(session, parent, depth, owner) AS (
+  SELECT s.id, t.parent_id, t.depth, t.session_id
+  FROM sessions s JOIN turns t ON t.id = s.head_turn_id
+  WHERE s.forked_from IS NOT NULL AND s.id IN (SELECT value FROM json_each(?))
+  UNION ALL
+  SELECT p.session, t.parent_id, t.depth, t.session_id
+  FROM path p JOIN turns t ON t.id = p.parent WHERE p.owner = p.session AND t.depth < p.depth)
+SELECT session, depth FROM path WHERE owner <> session
 """
 
 
@@ -58,38 +71,43 @@ def summaries(
         among: Only these ids.
     """
     every = {head.id: head for head in heads(db)}
-    ids = [
-        head.id
+    those = [
+        head
         for head in every.values()
         if (head.trashed_at is not None) == trash and (among is None or head.id in among)
     ]
     if sort == "updated":
-        ids = ids[:limit]
-    these = dump_json(ids)
-    numbers = {row[0]: row[1:] for row in db.execute(_PATHS, (these,))}
-    rows = db.execute(
-        f"SELECT {SESSION} FROM sessions WHERE id IN (SELECT value FROM json_each(?))"
-        f" ORDER BY {_NEWEST}",
-        (these,),
-    )
+        those = those[:limit]
+    ids = dump_json([head.id for head in those])
+    numbers = {row[0]: row[1:] for row in db.execute(_NUMBERS, (ids,))}
+    titles = {head.id: chat_title(head, every) for head in those}
+    untitled = [
+        numbers[head.rowid][2] for head in those if not titles[head.id] and head.rowid in numbers
+    ]
+    prompts: dict[int, str] = dict(db.execute(_PROMPTS, (dump_json(untitled),)).fetchall())
+    shared: dict[str, int] = dict(db.execute(_SHARED, (ids,)).fetchall())
+    models: dict[str, str] = {}
+    """By the text of the settings, which many chats have in common."""
     found: list[SessionSummary] = []
-    for row in map(SessionRow.of, rows.fetchall()):
-        turns, tokens, shared, prompt = numbers.get(row.id, (0, 0, None, None))
-        model = row.settings.get("model", "")
+    for head in those:
+        if head.settings not in models:
+            model = load_object(head.settings, f"session {head.id}").get("model", "")
+            models[head.settings] = model if isinstance(model, str) else ""
+        turns, tokens, first = numbers.get(head.rowid, (0, 0, 0))
         found.append(
             SessionSummary(
-                id=row.id,
-                title=chat_title(every[row.id], every),
-                fork=MAIN if row.forked_from is None else row.title,
+                id=head.id,
+                title=titles[head.id],
+                fork=MAIN if head.forked_from is None else head.title,
                 turns=turns,
-                tokens=int(tokens),
-                created_at=row.created_at,
-                updated_at=row.updated_at,
-                trashed_at=row.trashed_at,
-                model=model if isinstance(model, str) else "",
-                first_line=first_line(prompt or ""),
-                forked_from=row.forked_from,
-                forked_at=None if row.forked_from is None else shared,
+                tokens=tokens,
+                created_at=head.created_at,
+                updated_at=head.updated_at,
+                trashed_at=head.trashed_at,
+                model=models[head.settings],
+                first_line=first_line(prompts.get(first, "")),
+                forked_from=head.forked_from,
+                forked_at=shared.get(head.id),
             )
         )
     if sort == "size":
@@ -100,18 +118,24 @@ def summaries(
 
 
 class SessionHead(NamedTuple):
-    """What of a session is read for all of them: enough to name it."""
+    """The row of a session, as it is read for all of them."""
 
+    rowid: int
     id: str
     title: str
     trashed_at: int | None
     forked_from: str | None
+    created_at: int
+    updated_at: int
+    settings: str
+    """JSON."""
 
 
 def heads(db: sqlite3.Connection) -> list[SessionHead]:
     """Every session, newest first."""
-    rows = db.execute(f"SELECT id, title, trashed_at, forked_from FROM sessions ORDER BY {_NEWEST}")
-    return [SessionHead(*row) for row in rows]
+    columns = ", ".join(SessionHead._fields)
+    rows = db.execute(f"SELECT {columns} FROM sessions ORDER BY {_NEWEST}")
+    return [SessionHead._make(row) for row in rows]
 
 
 def chat_title(head: SessionHead, every: Mapping[str, SessionHead]) -> str:

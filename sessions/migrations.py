@@ -81,7 +81,40 @@ def m001_conversations(db: Database) -> None:
         db.conn.execute(statement)
 
 
-STEPS: tuple[Callable[[Database], None], ...] = (m001_conversations,)
+# What has a change of ids as NEW or OLD counts its turn anew. Of a message with the ids of several
+# tokenizers the longest count. When a turn goes its messages are gone before their ids are.
+_COUNT = """\
+CREATE TRIGGER renders_{event} AFTER {when} ON renders BEGIN
+  DELETE FROM turn_tokens WHERE turn_id = (
+    SELECT turn_id FROM messages WHERE id = {row}.message_id);
+  INSERT INTO turn_tokens SELECT m.turn_id, coalesce(sum((
+      SELECT max(length(r.token_ids)) / 4 FROM renders r WHERE r.message_id = m.id)), 0)
+    FROM messages m WHERE m.turn_id = (SELECT turn_id FROM messages WHERE id = {row}.message_id)
+    GROUP BY m.turn_id;
+END"""
+
+SCHEMA_2 = (
+    """\
+CREATE TABLE turn_tokens(                              -- for lists of chats; kept by triggers
+  turn_id INTEGER PRIMARY KEY REFERENCES turns(id) ON DELETE CASCADE,
+  num_tokens INTEGER NOT NULL) STRICT""",
+    """\
+INSERT INTO turn_tokens SELECT m.turn_id, coalesce(sum((
+    SELECT max(length(r.token_ids)) / 4 FROM renders r WHERE r.message_id = m.id)), 0)
+  FROM messages m GROUP BY m.turn_id""",
+    _COUNT.format(event="added", when="INSERT", row="NEW"),
+    _COUNT.format(event="changed", when="UPDATE OF token_ids", row="NEW"),
+    _COUNT.format(event="removed", when="DELETE", row="OLD"),
+)
+
+
+def m002_turn_tokens(db: Database) -> None:
+    """Schema 2: how many tokens a turn has, which a list would count for all turns of all chats."""
+    for statement in SCHEMA_2:
+        db.conn.execute(statement)
+
+
+STEPS: tuple[Callable[[Database], None], ...] = (m001_conversations, m002_turn_tokens)
 
 
 def newest_version() -> int:

@@ -231,7 +231,7 @@ class SessionSummary:
     model: str
     """`settings["model"]`, or empty."""
     first_line: str
-    """Of the first prompt: what an untitled chat is called."""
+    """Of the first prompt: what an untitled chat is called. Empty where there is a title."""
     forked_from: str | None
     forked_at: int | None
     """Number of the last turn it shares with others, for a fork."""

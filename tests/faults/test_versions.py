@@ -176,11 +176,11 @@ def test_19_tokenizer_or_template_changed(told, tmp_path):
     told.running.chats.open("@last")
 
 
-def m002_more(db):
+def m003_more(db):
     db.execute("CREATE TABLE more(id INTEGER PRIMARY KEY) STRICT")
 
 
-def m003_half(db):
+def m004_half(db):
     db.execute("CREATE TABLE half(id INTEGER PRIMARY KEY) STRICT")
     db.execute("CREATE TABLE turns(id)")
 
@@ -190,11 +190,11 @@ def test_20_older_schema(told, monkeypatch):
     told.stop()
     with told.pages() as db:
         db.execute("PRAGMA user_version = 0")
-    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, m002_more))
+    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, m003_more))
     (done,) = told.play(3)
     assert (done.usage.restored_pages, done.notice) == (0, "")  # kv.db: made anew, not a word
     told.stop()
-    copy = told.chat_db.with_name("chat.db.bak-1")
+    copy = told.chat_db.with_name("chat.db.bak-2")
     assert copy.stat().st_mode & 0o777 == 0o600
     monkeypatch.undo()
     with ChatStore(copy) as store:
@@ -206,7 +206,7 @@ def test_20_a_migration_that_fails(told, monkeypatch):
     told.play(2)
     told.stop()
     before = told.chat_db.read_bytes()
-    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, m002_more, m003_half))
+    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, m003_more, m004_half))
     with pytest.raises(StoreError, match="table turns already exists"):
         told.start()
     assert told.chat_db.read_bytes() == before
@@ -218,13 +218,13 @@ def test_21_newer_schema(told):
     told.play(2)
     told.stop()
     files = {}
-    for path, newer in ((told.chat_db, 2), (told.kv_db, 3)):
+    for path, newer in ((told.chat_db, 3), (told.kv_db, 3)):
         with closing(sqlite3.connect(path)) as db:
             db.execute(f"PRAGMA user_version = {newer}")
         files[path] = path.read_bytes()
     program = told.start()
     assert [turn.reply for turn in told.chat.turns()] == told.expected[:2]
-    with pytest.raises(SchemaTooNew, match="schema 2, and this one knows schemas up to 1"):
+    with pytest.raises(SchemaTooNew, match="schema 3, and this one knows schemas up to 2"):
         list(told.chat.send("hello"))
     (notice,) = program.pages.take_notices()
     assert "newer chatkv (schema 3, this one knows 2)" in notice
@@ -232,7 +232,7 @@ def test_21_newer_schema(told):
     told.stop()
     assert {path: path.read_bytes() for path in files} == files
     with closing(sqlite3.connect(told.chat_db)) as db:
-        db.execute("PRAGMA user_version = 1")
+        db.execute("PRAGMA user_version = 2")
     told.start()  # chat.db is ours again, kv.db is not
     told.play(4)
     told.stop()
@@ -253,4 +253,4 @@ def test_22_simultaneous_first_starts(tmp_path):
         assert {row.title for row in store.sessions()} == {"0", "1", "2", "3"}
         assert store.check() == []
         applied = store._db.execute("SELECT name FROM _sqlite_migrations").fetchall()
-        assert applied == [("m001_conversations",)]
+        assert applied == [("m001_conversations",), ("m002_turn_tokens",)]

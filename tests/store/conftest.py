@@ -105,6 +105,19 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "data" / "chat.db"
 
 
+_MISCOUNTED = """
+SELECT t.id, n.num_tokens FROM turns t LEFT JOIN turn_tokens n ON n.turn_id = t.id
+WHERE coalesce(n.num_tokens, 0) <> coalesce((
+  SELECT sum((SELECT max(length(r.token_ids)) / 4 FROM renders r WHERE r.message_id = m.id))
+  FROM messages m WHERE m.turn_id = t.id), 0)
+"""
+
+
+def miscounted(store: ChatStore) -> list[Any]:
+    """Turns whose stored number of tokens is not that of their ids."""
+    return store._db.execute(_MISCOUNTED).fetchall()
+
+
 @pytest.fixture
 def store(path: Path) -> Iterator[ChatStore]:
     with ChatStore(path) as opened:
@@ -115,6 +128,7 @@ def store(path: Path) -> Iterator[ChatStore]:
 def memory() -> Iterator[ChatStore]:
     with ChatStore(MEMORY) as opened:
         yield opened
+        assert miscounted(opened) == []  # whatever the test did
 
 
 @pytest.fixture

@@ -90,6 +90,10 @@ def test_any_tree_comes_back_byte_for_byte(seed, texts):
         assert exported(elsewhere, made.session) == data
         assert (made.skipped, made.notes) == (False, ())
         assert elsewhere.check() == []
+        for row in elsewhere.sessions():
+            messages = [message for turn in elsewhere.path(row.id) for message in turn.messages]
+            counts = [[len(r.token_ids) for r in message.renders] for message in messages]
+            assert row.tokens == sum(max(count, default=0) for count in counts)
         (again,) = read(elsewhere, data)
         assert (again.session, again.skipped) == (made.session, True)
 

@@ -76,6 +76,8 @@ def recovered(path):
 def test_a_good_store_comes_out_as_it_is(full):
     found, done = recovered(full)
     assert found == chats(full)
+    with ChatStore(full) as old, ChatStore(full.with_name("new.db")) as new:
+        assert new.sessions() == old.sessions()  # the numbers of tokens too
     assert done.unreadable_pages == 0
     assert not any(done.lost.values())
     assert done.read["turns"] == 30 * 6

@@ -19,6 +19,7 @@ from sessions.store import ChatStore
 
 DATA = Path(__file__).parents[1] / "data"
 MAIN = f"session{1:019d}"
+TOKENS = [("main", 17), ("tail", 18), ("16-vs-32", 15)]
 
 
 def schema(connection: sqlite3.Connection) -> str:
@@ -44,11 +45,17 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_chat_db_is_as_released(store):
-    assert schema(store._db) == (DATA / "chat-v1.sql").read_text()
+    assert schema(store._db) == (DATA / "chat-v2.sql").read_text()
     names = "page_size journal_mode synchronous foreign_keys secure_delete trusted_schema"
     assert pragmas(store._db, *names.split()) == [4096, "delete", 3, 1, 1, 0]
     names = "cell_size_check busy_timeout application_id user_version recursive_triggers"
-    assert pragmas(store._db, *names.split())[:4] == [1, 5000, 0x43484B31, 1]
+    assert pragmas(store._db, *names.split())[:4] == [1, 5000, 0x43484B31, 2]
+
+
+def test_the_released_step_is_left_alone(path, monkeypatch):
+    monkeypatch.setattr(migrations, "STEPS", migrations.STEPS[:1])
+    with ChatStore(path) as store:
+        assert schema(store._db) == (DATA / "chat-v1.sql").read_text()
 
 
 def test_pragmas_hold_in_an_existing_store_too(store, path):
@@ -93,6 +100,8 @@ def test_the_released_store_comes_up_to_date_twice(old):
         with ChatStore(old) as store:
             assert "".join(f"{line}\n" for line in export_jsonl(store, MAIN)) == exported
             assert store.check() == []
+            # The turns of the released store are counted, each under its longest tokenizer.
+            assert [(row.fork, row.tokens) for row in store.sessions()] == TOKENS
             assert [match.excerpt for match in store.search("नमस्ते")] == ["नमस्ते"]
 
 
@@ -101,23 +110,27 @@ def test_a_migration_keeps_a_copy_of_the_old_store(old, monkeypatch):
     with ChatStore(old) as store:
         paths = [store.path(row.id) for row in store.sessions()]
 
-    def m002_more(db):
+    now = old.stat().st_size
+
+    def m003_more(db):
         db.execute("CREATE TABLE more(id INTEGER PRIMARY KEY) STRICT")
 
-    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, m002_more))
+    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, m003_more))
     with ChatStore(old) as store:
         assert [store.path(row.id) for row in store.sessions()] == paths
-        assert pragmas(store._db, "user_version") == [2]
-    copy = old.with_name("chat.db.bak-1")
+        assert pragmas(store._db, "user_version") == [3]
+    released = old.with_name("chat.db.bak-1")
+    assert (released.stat().st_mode & 0o777, released.stat().st_size) == (0o600, len(before))
+    copy = old.with_name("chat.db.bak-2")
     assert copy.stat().st_mode & 0o777 == 0o600
     monkeypatch.undo()
     with ChatStore(copy) as store:
         assert [store.path(row.id) for row in store.sessions()] == paths
-    assert len(before) == copy.stat().st_size
+    assert copy.stat().st_size == now
     # The newer one is now too new for us: it can be read, and nothing else.
     with ChatStore(old) as store:
         assert [store.path(row.id) for row in store.sessions()] == paths
-        with pytest.raises(SchemaTooNew, match="schema 2, and this one knows schemas up to 1"):
+        with pytest.raises(SchemaTooNew, match="schema 3, and this one knows schemas up to 2"):
             store.create_session()
         assert isinstance(store.read_only, SchemaTooNew)
     with ChatStore(old, read_only=True) as store:
@@ -127,14 +140,14 @@ def test_a_migration_keeps_a_copy_of_the_old_store(old, monkeypatch):
 def test_a_migration_that_fails_changes_nothing(old, monkeypatch):
     before = old.read_bytes()
 
-    def m002_whole(db):
+    def m003_whole(db):
         db.execute("CREATE TABLE whole(id INTEGER PRIMARY KEY) STRICT")
 
-    def m003_half(db):
+    def m004_half(db):
         db.execute("CREATE TABLE half(id INTEGER PRIMARY KEY) STRICT")
         db.execute("CREATE TABLE turns(id)")
 
-    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, m002_whole, m003_half))
+    monkeypatch.setattr(migrations, "STEPS", (*migrations.STEPS, m003_whole, m004_half))
     with pytest.raises(StoreError, match="table turns already exists"):
         ChatStore(old)
     assert old.read_bytes() == before

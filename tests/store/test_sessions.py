@@ -22,7 +22,10 @@ def test_summaries_count_turns_and_tokens_of_the_path(talk, memory):
         len("abcother\nz"),
         "SmolLM2",
     )
-    assert (row.first_line, row.forked_from, row.forked_at) == ("other", None, None)
+    assert (row.first_line, row.forked_from, row.forked_at) == ("", None, None)
+    memory.rename(session, "")
+    (row,) = memory.sessions()
+    assert (row.title, row.first_line) == ("", "other")  # what an untitled chat is called
     # Two tokenizers do not make a message count twice.
     user = memory.path(session)[-1].messages[0].row
     memory.set_render(user.id, b"u" * 32, list(range(10)), ())
@@ -137,3 +140,13 @@ def test_ids_are_128_random_bits():
     ids = {new_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(len(i) == 26 and set(i) <= set("abcdefghijklmnopqrstuvwxyz234567") for i in ids)
+
+
+def test_tokens_are_counted_again_when_ids_go(talk, memory):
+    session = talk.start("ada", system="abc")
+    talk.turn(session, "first", "xy")
+    (message,) = memory.path(session)[0].messages
+    memory.set_render(message.row.id, b"u" * 32, range(10), ())
+    assert memory.sessions()[0].tokens == len("firstxy") + 10  # the longest of both tokenizers
+    memory._db.execute("DELETE FROM renders WHERE tok_fp = ?", (b"u" * 32,))
+    assert memory.sessions()[0].tokens == len("abcfirstxy")
