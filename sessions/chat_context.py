@@ -17,8 +17,9 @@ from chatkv.forget import ANSWERS, parse_policy
 from sessions import deletion
 from sessions.context import USER, standing, turn_tokens
 from sessions.outlook import Outlook, Pending
-from sessions.port import ContextView, EnginePort, PathMessage, Price, Request
+from sessions.port import ContextView, EnginePort, Price
 from sessions.records import KV_SALT, SessionRow, TurnPath
+from sessions.request import PathMessage, Request
 from sessions.store import ChatStore
 
 

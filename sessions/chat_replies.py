@@ -15,8 +15,8 @@ from chatkv.events import Done, Event, Failed, ForgetPlanned, Rendered
 from chatkv.forget import SummarizePolicy, parse_policy, policy_text
 from sessions.chat_context import ChatContext
 from sessions.context import SUMMARIZE
-from sessions.port import Request
 from sessions.reply import StoredReply
+from sessions.request import Request
 from sessions.summary import Summary
 
 

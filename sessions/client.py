@@ -21,7 +21,8 @@ from typing import IO, Any
 from chatkv.errors import Cancelled, ChatKVError, ContextFull, EngineLost, ModelError
 from chatkv.events import Done, Event, Failed, Loading, Prefill, Ready, from_json
 from sessions.frames import PROTOCOL, FrameError, FrameWriter, read_frame
-from sessions.port import EngineState, Request, Watchers
+from sessions.port import EngineState, Watchers
+from sessions.request import Request
 
 SOFT_S, TERM_S = 3.0, 2.0
 """Seconds a cancelled reply gets before its process is asked to end, and then is killed."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from chatkv.errors import EngineLost
 from chatkv.events import Done, Event, Failed, Ready
-from sessions.port import EngineState, Request, Watchers
+from sessions.port import EngineState, Watchers
+from sessions.request import Request
 from sessions.service import EngineService
 
 

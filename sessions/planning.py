@@ -24,8 +24,8 @@ from chatkv.forget import (
 )
 from chatkv.kv.ops import Op
 from sessions.context import USER, to_ops, to_record
-from sessions.port import Request
 from sessions.rendering import RenderedPath
+from sessions.request import Request
 
 
 @dataclass(frozen=True, slots=True)

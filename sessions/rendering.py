@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from chatkv.events import MessageIds
 from chatkv.forget import TurnSpan, tail_of
 from chatkv.tokenizer import Tokenizer
-from sessions.port import PathMessage
+from sessions.request import PathMessage
 
 
 @dataclass(slots=True)

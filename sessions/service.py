@@ -7,7 +7,6 @@ Runs where the engine runs: in the child process, or in this one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -38,8 +37,8 @@ from sessions.context import SUMMARIZE
 from sessions.counters import Window
 from sessions.pages import SqlitePageStore
 from sessions.planning import in_sight, sight_of, slid
-from sessions.port import PathMessage, Request
 from sessions.rendering import RenderedPath, render
+from sessions.request import Request, computed_before
 from sessions.token_log import StoredLog
 from sessions.trusted import take_pages
 
@@ -387,15 +386,3 @@ class EngineService:
             "rates": self.engine.tiers.rates.to_json(),
             "disk": None if self.pages is None else asdict(self.pages.stats()),
         }
-
-
-def computed_before(messages: SequenceOf[PathMessage]) -> int:
-    """Tokens from the first on that had rows once: all up to the last id that a model chose."""
-    known = length = 0
-    for message in messages:
-        if message.ids is None:
-            break
-        if message.sampled:
-            known = length + message.sampled[-1][1] - 1
-        length += len(message.ids)
-    return known

@@ -36,8 +36,9 @@ from sessions.context import (
     to_record,
     turn_tokens,
 )
-from sessions.port import EnginePort, PathMessage, Request
+from sessions.port import EnginePort
 from sessions.records import Render, TurnPath
+from sessions.request import PathMessage, Request
 
 PROMPT = (
     "Summarize our conversation so far in at most {words} words, so that you could go on from the "

@@ -16,7 +16,7 @@ from typing import Any
 from chatkv.errors import ChatKVError
 from chatkv.events import Event, Failed, Loading, to_json
 from sessions.frames import PROTOCOL, FrameWriter, read_frame
-from sessions.port import Request
+from sessions.request import Request
 from sessions.service import EngineService
 
 

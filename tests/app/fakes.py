@@ -32,11 +32,11 @@ from sessions.port import (
     Moment,
     Preview,
     Price,
-    Request,
     TreeTurn,
     TurnView,
     Watchers,
 )
+from sessions.request import Request
 
 AT_MS = 1_714_564_800_000
 """1 May 2024: old enough that the screen shows a month and a year."""

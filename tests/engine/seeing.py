@@ -13,8 +13,9 @@ from chatkv.events import Delta, Done, Event, Failed, Ready, Rendered, Usage
 from chatkv.forget import Limits, reserve_tokens
 from chatkv.kv.ops import live_ranges, num_live
 from sessions.planning import in_sight, sight_of
-from sessions.port import EngineState, Price, Request
+from sessions.port import EngineState, Price
 from sessions.rendering import RenderedPath, render
+from sessions.request import Request
 
 
 class SeeingEngine:

@@ -11,8 +11,8 @@ from program import PROMPTS, Program, say
 
 from chatkv.errors import EngineLost, ModelError, UsageError
 from chatkv.events import Delta, Done, Failed, Prefill, Rendered
-from sessions.port import PathMessage
 from sessions.rendering import render
+from sessions.request import PathMessage
 
 
 @pytest.fixture

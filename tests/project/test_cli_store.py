@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from chatkv.events import Delta, Done, Event, MessageIds, Prefill, Ready, Rendered, Usage
-from sessions.port import EngineState, Request, Watchers
+from sessions.port import EngineState, Watchers
+from sessions.request import Request
 from tui import wiring
 
 TOK_FP = "ab" * 32

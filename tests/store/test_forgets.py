@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from chatkv.forget import TurnSpan
 from chatkv.kv.ops import live_ranges
 from sessions.context import moved, spans_of_path, standing, to_ops
-from sessions.port import PathMessage
 from sessions.records import PurgeRow, Render
 from sessions.rendering import render
+from sessions.request import PathMessage
 
 
 def path_of(talk, session):
