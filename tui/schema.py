@@ -101,7 +101,7 @@ SETTINGS: dict[str, Setting] = {
             "spec.drafters",
             kinds.names,
             ("auto",),
-            "drafters to ask, first come first merged; auto: ngram, history, on a GPU heads too",
+            "drafters to ask, first come first merged; auto: ngram, history, and heads if any",
         ),
         Setting(
             "spec.draft_model", kinds.text, None, "model of the drafter draft_model; unset: none"

@@ -203,6 +203,7 @@ def test_trees_after_a_resume_are_those_of_a_chat_that_never_quit(
     decoder, file, monkeypatch, tmp_path, how, long
 ):
     """`kept`: the same process. `stored`: another one finds the pages. `lost`: it finds none."""
+    monkeypatch.setattr(CpuEagle, "reads_again", True)
     monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
     store = SqlitePageStore(tmp_path / "kv.db", decoder.identity(16), limit_bytes=1 << 30)
     first = engine(decoder, store=store)
@@ -252,10 +253,31 @@ def watch_owed(on: Engine) -> list[tuple[int, int]]:
     return asked
 
 
+def test_a_cpu_computes_no_row_again_and_guesses_from_those_it_is_shown(decoder, file, tmp_path):
+    store = SqlitePageStore(tmp_path / "kv.db", decoder.identity(16), limit_bytes=1 << 30)
+    first = engine(decoder, store=store)
+    tokens, sampled, _ = turn(first, some_ids(70), [False] * 70)
+    tokens, sampled = [*tokens, 2, 5, *some_ids(6, 1)], [*sampled, *[False] * 8]
+    first.close()
+    again = engine(decoder, store=store)
+    owed = watch_owed(again)
+    reply = turn(again, tokens, sampled, length=20)
+    assert reply[:2] == turn(engine(decoder, "none"), tokens, sampled, length=20)[:2]
+    assert not owed
+    assert max(len(tree[0]) for tree in reply[2]) > 2
+    (left,) = drafter_of(again).left
+    assert left.first >= 64, "nothing of what the pages gave"
+    tokens, sampled = [*reply[0], 2, 5], [*reply[1], False, False]
+    turn(again, tokens, sampled, seed=3)
+    assert not owed
+    assert drafter_of(again).left[-1].first == left.first, "what was shown is kept"
+
+
 @pytest.mark.parametrize("length", [3, 20])
 def test_rows_that_nobody_asked_for_are_not_owed_in_the_next_turn(
     decoder, file, monkeypatch, length
 ):
+    monkeypatch.setattr(CpuEagle, "reads_again", True)
     monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
     on, owed = engine(decoder), None
     tokens, sampled = some_ids(40), [False] * 40
@@ -276,6 +298,7 @@ def test_rows_that_nobody_asked_for_are_not_owed_in_the_next_turn(
 def test_turns_forks_and_plain_replies_in_any_order_guess_as_a_new_engine_does(
     decoder, file, monkeypatch, seed
 ):
+    monkeypatch.setattr(CpuEagle, "reads_again", True)
     monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
     rng = np.random.default_rng(seed)
     on = engine(decoder)
@@ -298,6 +321,7 @@ def test_rows_behind_a_gap_are_owed_from_where_the_window_is_whole(
     decoder, file, monkeypatch, end, owed, kept
 ):
     """Of parts that were read together all rows must be those of the sequence."""
+    monkeypatch.setattr(CpuEagle, "reads_again", True)
     monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
     drafter = EagleDrafter(CpuEagle(file, decoder), (1, 2, 3))
 
@@ -322,6 +346,7 @@ def test_rows_behind_a_gap_are_owed_from_where_the_window_is_whole(
 
 
 def test_edits_and_forks_go_on_from_what_they_share(decoder, file, monkeypatch):
+    monkeypatch.setattr(CpuEagle, "reads_again", True)
     monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
     on = engine(decoder)
     tokens, sampled, _ = turn(on, some_ids(40), [False] * 40, length=20)

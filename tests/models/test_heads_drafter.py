@@ -16,7 +16,6 @@ from chatkv.models import weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.decoder import Decoder
 from chatkv.sampling import Sampler, SamplingParams
-from chatkv.spec import drafters
 from chatkv.spec.drafter import DraftContext, GuardedDrafters
 from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafters import heads as heads_drafter
@@ -93,8 +92,7 @@ def test_drafted_is_plain(decoder, temperature, tmp_path, monkeypatch):
     expected = reply(Engine(decoder, EngineConfig(spec="none"), costs=COSTS))
     save(tmp_path / "heads.safetensors", head_file(decoder))
     for spec in ("tree:7", "auto"):
-        config = EngineConfig(spec=spec, drafters=("auto", "heads"))
-        engine = Engine(decoder, config, costs=COSTS, guard=False)
+        engine = Engine(decoder, EngineConfig(spec=spec), costs=COSTS, guard=False)
         assert engine.drafting.drafters.names == ("ngram", "heads")
         assert reply(engine) == expected
         assert not engine.drafting.drafters.failures
@@ -169,9 +167,7 @@ def test_auto_means_heads_where_some_fit_these_very_weights(decoder, tmp_path, m
     assert made("auto", log=log).names == ("ngram", "history")
     assert not caplog.records
     save(tmp_path / "a.safetensors", head_file(decoder, "eagle"))
-    assert made("auto").names == ("ngram",)  # on a CPU each turn would pay for it
-    assert made("auto", "heads").names == ("ngram", "heads")
-    monkeypatch.setattr(drafters, "NO_HEADS", ())
+    assert made("auto").names == ("ngram", "heads")
     found = made("random", "auto", "ngram", log=log)
     assert found.names == ("random", "ngram", "history", "heads")
     assert not found.failures

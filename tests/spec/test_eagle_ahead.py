@@ -34,7 +34,7 @@ class Memory:
 class Grower:
     """Stores what it is told, and what the walk behind a step keeps; its trees are a root alone."""
 
-    window, depth = WINDOW, 1
+    window, depth, reads_again = WINDOW, 1, True
     rows: Any = None
 
     def __init__(self) -> None:

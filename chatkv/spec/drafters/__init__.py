@@ -20,11 +20,8 @@ from chatkv.spec.token_log import TokenLog
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-"""May stand among the names: `ngram`, `history` where there are other conversations, and on a GPU
-`heads` where there are any for the model's very weights."""
-NO_HEADS = ("cpu",)
-"""Devices where `auto` leaves heads out. An eagle head owes up to 512 rows at each turn, those of
-pages that were reused and not computed: a millisecond or two on a GPU, a second on a CPU."""
+"""May stand among the names: `ngram`, `history` where there are other conversations, and `heads`
+where there are any for the model's very weights."""
 MERGED = "merged"
 """May stand among the names, and adds nothing: the trees of several drafters are always merged."""
 
@@ -104,7 +101,7 @@ def drafters_for(names: Sequence[str], model: Model | None, *, history: bool) ->
         if name != AUTO:
             meant.append(name)
             continue
-        heads = model is not None and model.device not in NO_HEADS and find_heads(model) is not None
+        heads = model is not None and find_heads(model) is not None
         meant += ["ngram", *["history"] * history, *["heads"] * heads]
     return list(dict.fromkeys(meant))
 

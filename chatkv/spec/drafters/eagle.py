@@ -39,6 +39,8 @@ class EagleGrower(Protocol):
 
     window: int
     """Rows it looks back on."""
+    reads_again: bool
+    """Whether rows in place that it was never shown are computed once more for it."""
 
     def new_memory(self) -> Any:
         """Room for the keys and values of one sequence. It has a `copy`."""
@@ -172,11 +174,11 @@ class EagleDrafter:
             begun = held.first if left == 0 and held.reaches(begun) else begun
         else:
             begun, ended = held.first, held.stop
-        if begun <= start <= ended:
+        if begun <= start <= ended and (ended == stop or self.grower.reads_again):
             start = ended
         else:
-            del waiting[:place]
-        return (start, stop) if start < stop else None
+            del waiting[:place]  # what lies before a gap is of no use
+        return (start, stop) if start < stop and self.grower.reads_again else None
 
     def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Store the rows of a prompt, or of many plain steps."""

@@ -49,6 +49,10 @@ class CpuMemory:
 class CpuEagle(CpuGuesses):
     """Guesses below a root, from taps of the rows before it."""
 
+    reads_again = False
+    """A row that is computed once more takes a quarter of a plain step, and a window of them more
+    than its guesses gain in a reply of usual length."""
+
     def __init__(
         self, file: HeadFile, model: Decoder, *, depth: int = 3, children: int = 4
     ) -> None:

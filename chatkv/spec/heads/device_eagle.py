@@ -54,6 +54,7 @@ class FusedEagle:
     """
 
     depth = GROWTH.depth
+    reads_again = True
 
     def __init__(self, file: HeadFile, model: CudaDecoder) -> None:
         weights, device = model.layers.weights, model.layers.device
