@@ -19,7 +19,8 @@ from sessions.paths import private_file, private_folder, writable
 
 APPLICATION_ID = 0x43484B32
 VERSION = 2
-"""Of the tables. 2 added `pages.head_crc`; an older file's pages are computed again."""
+"""Of the tables. 2 added `pages.head_crc`, and dropped what nobody wrote. An older file's pages are
+computed again."""
 PAGE_BYTES = 65536
 """Of SQLite's pages; the file grows in these."""
 
@@ -58,12 +59,6 @@ CREATE TABLE pages(
 CREATE TABLE page_data(
   page_id INTEGER PRIMARY KEY REFERENCES pages(id) ON DELETE CASCADE, data BLOB NOT NULL) STRICT""",
     """\
-CREATE TABLE page_aux(                                 -- draft-head state behind a tail page
-  page_id INTEGER NOT NULL REFERENCES pages(id) ON DELETE CASCADE,
-  drafter_fp BLOB NOT NULL CHECK(length(drafter_fp) = 32),
-  crc INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(page_id, drafter_fp))
-  STRICT, WITHOUT ROWID""",
-    """\
 CREATE TABLE chain_ops(                                -- links that hold no tokens (forgets)
   key BLOB PRIMARY KEY CHECK(length(key) = 32),
   parent_key BLOB NOT NULL CHECK(length(parent_key) = 32),
@@ -74,7 +69,7 @@ CREATE TABLE chain_ops(                                -- links that hold no tok
 CREATE TABLE snapshots(                                -- the end of a turn: a witness
   head_key BLOB PRIMARY KEY CHECK(length(head_key) = 32),
   model_fp BLOB NOT NULL REFERENCES models(fp) ON DELETE CASCADE,
-  num_tokens INTEGER NOT NULL, layout TEXT,            -- JSON; NULL: a plain prefix
+  num_tokens INTEGER NOT NULL,
   logits_hash BLOB NOT NULL CHECK(length(logits_hash) = 16),
   top_ids BLOB NOT NULL CHECK(length(top_ids) = 32),
   top_values BLOB NOT NULL CHECK(length(top_values) = 32),

@@ -10,11 +10,6 @@ CREATE TABLE models(
   page_tokens INTEGER NOT NULL CHECK(page_tokens > 0), num_layers INTEGER NOT NULL,
   num_kv_heads INTEGER NOT NULL, head_dim INTEGER NOT NULL, created_at INTEGER NOT NULL)
   STRICT, WITHOUT ROWID;
-CREATE TABLE page_aux(                                 -- draft-head state behind a tail page
-  page_id INTEGER NOT NULL REFERENCES pages(id) ON DELETE CASCADE,
-  drafter_fp BLOB NOT NULL CHECK(length(drafter_fp) = 32),
-  crc INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(page_id, drafter_fp))
-  STRICT, WITHOUT ROWID;
 CREATE TABLE page_data(
   page_id INTEGER PRIMARY KEY REFERENCES pages(id) ON DELETE CASCADE, data BLOB NOT NULL) STRICT;
 CREATE TABLE pages(
@@ -40,7 +35,7 @@ CREATE TABLE roots(                                    -- first parent key of ea
 CREATE TABLE snapshots(                                -- the end of a turn: a witness
   head_key BLOB PRIMARY KEY CHECK(length(head_key) = 32),
   model_fp BLOB NOT NULL REFERENCES models(fp) ON DELETE CASCADE,
-  num_tokens INTEGER NOT NULL, layout TEXT,            -- JSON; NULL: a plain prefix
+  num_tokens INTEGER NOT NULL,
   logits_hash BLOB NOT NULL CHECK(length(logits_hash) = 16),
   top_ids BLOB NOT NULL CHECK(length(top_ids) = 32),
   top_values BLOB NOT NULL CHECK(length(top_values) = 32),

@@ -34,14 +34,18 @@ def pragmas(connection: sqlite3.Connection, *names: str) -> list[object]:
     return [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """The store of schema 1 in a folder of its own."""
+def released(tmp_path: Path, version: int) -> Path:
+    """The store of a released schema in a folder of its own."""
     folder = tmp_path / "old"
     folder.mkdir(mode=0o700)
     path = folder / "chat.db"
-    shutil.copyfile(DATA / "chat-v1.db", path)
+    shutil.copyfile(DATA / f"chat-v{version}.db", path)
     return path
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    return released(tmp_path, 1)
 
 
 def test_chat_db_is_as_released(store):
@@ -94,7 +98,9 @@ def test_a_kv_db_of_schema_1_makes_room_for_a_fresh_one(kv_path, maker):
         pages.close()
 
 
-def test_the_released_store_comes_up_to_date_twice(old):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_released_store_comes_up_to_date_twice(tmp_path, version):
+    old = released(tmp_path, version)
     exported = (DATA / "export-v1.jsonl").read_text(encoding="utf-8")
     for _ in range(2):
         with ChatStore(old) as store:
@@ -119,8 +125,8 @@ def test_a_migration_keeps_a_copy_of_the_old_store(old, monkeypatch):
     with ChatStore(old) as store:
         assert [store.path(row.id) for row in store.sessions()] == paths
         assert pragmas(store._db, "user_version") == [3]
-    released = old.with_name("chat.db.bak-1")
-    assert (released.stat().st_mode & 0o777, released.stat().st_size) == (0o600, len(before))
+    first = old.with_name("chat.db.bak-1")
+    assert (first.stat().st_mode & 0o777, first.stat().st_size) == (0o600, len(before))
     copy = old.with_name("chat.db.bak-2")
     assert copy.stat().st_mode & 0o777 == 0o600
     monkeypatch.undo()
