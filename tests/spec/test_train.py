@@ -455,7 +455,9 @@ def test_measured_heads_are_exported_with_a_card(weights, prompts, tmp_path):
     )
     assert load(written, weights.spec, tokenizer.tok_fp()).measured == measured
     text = written.with_suffix(".md").read_text()
-    assert f"| tree of 16 | 0 | {measured['tree of 16']['0']['tau']} (" in text
+    line = measured["tree of 16"]["0"]
+    row = f"| tree of 16 | 0 | {line['answers']} ({line['without_repeats']}) | {line['tau']} ("
+    assert row in text
     assert weights.spec.weights_digest in text
 
 

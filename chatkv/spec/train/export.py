@@ -90,15 +90,16 @@ def _table(measured: Mapping[str, Any]) -> list[str]:
         "Walked offline over answers to prompts it never saw; without answers that repeat sixteen",
         "tokens or more in brackets. `python -m chatkv.spec.train measure` makes this table.",
         "",
-        "| form | temperature | tau | a_1, a_2, ... |",
-        "|---|---|---|---|",
+        "| form | temperature | answers | tau | a_1, a_2, ... |",
+        "|---|---|---|---|---|",
     ]
     for form, by_heat in measured.items():
         if not isinstance(by_heat, Mapping):
             continue
         for heat, line in by_heat.items():
             lines.append(
-                f"| {form} | {heat} | {line['tau']} ({line['tau_without_repeats']}) | "
+                f"| {form} | {heat} | {line['answers']} ({line['without_repeats']}) | "
+                f"{line['tau']} ({line['tau_without_repeats']}) | "
                 f"{' '.join(map(str, line['a']))} |"
             )
     return lines
