@@ -176,6 +176,25 @@ def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, tempera
         assert chance[row] == pytest.approx(chances[own[row]], rel=0.25)
 
 
+@pytest.mark.parametrize("rows", [20, 60])
+def test_rows_before_the_first_are_not_seen(decoder, file, monkeypatch, rows):
+    """Stored or not, and also where newer ones have taken some of their places."""
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 48)
+    grower = CpuEagle(file, decoder)
+    shape = (rows, 3, decoder.spec.hidden_size)
+    taps: np.ndarray = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    ids = some_ids(rows + 1)
+
+    def tree(start: int, first: int):
+        memory = grower.new_memory()
+        grower.store(memory, start, taps[start:], ids[start + 1 :])  # type: ignore[arg-type]
+        return grower.grow(memory, (first, rows), ids[-1], temperature=0, seed=1, max_rows=10)
+
+    first = rows - 10
+    assert tree(0, first) == tree(first, first)
+    assert tree(0, first) != tree(0, max(0, rows - 48))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_drafted_is_plain(decoder, file, temperature):
     prompt = some_ids(20)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from chatkv.attention.cpu_math import TILE
 from chatkv.models.decoder import Decoder
 from chatkv.models.layers import rotary_tables
 from chatkv.models.logits import Features
@@ -19,7 +20,6 @@ from chatkv.spec.heads.cpu_parts import (
     Floats,
     Product,
     interleaved,
-    norm_taps,
     numbers,
 )
 from chatkv.spec.heads.file import HeadFile
@@ -30,10 +30,11 @@ ROWS = 8
 
 
 class CpuMemory:
-    """Keys and values of the last rows of one sequence; row p is in slot p % window."""
+    """Keys and values of the last rows of one sequence; row p is in slot p % window. Behind the
+    window keys have room for whole tiles."""
 
     def __init__(self, kv_heads: int, dim: int, hidden: int, window: int) -> None:
-        self.keys = np.zeros((kv_heads, dim, window), np.float32)
+        self.keys = np.zeros((kv_heads, dim, -(-window // TILE) * TILE), np.float32)
         self.values = np.zeros((kv_heads, window, dim), np.float32)
         self.state = np.zeros(hidden, np.float32)
         """[H] features of the row that was stored last."""
@@ -69,12 +70,21 @@ class CpuEagle(CpuGuesses):
         self._o = Product(numbers(head.o))
         self._gates = Product(interleaved(head.gate, head.up))
         self._down = Product(numbers(head.down))
-        self._norms = [numbers(w) for w in (head.token_norm, head.state_norm, head.feed_norm)]
+        self._norms = np.ones((4, shape.hidden), np.float32)
+        for norm, weight in zip(
+            self._norms, (head.token_norm, head.state_norm, head.feed_norm), strict=False
+        ):
+            norm[:] = numbers(weight)
         self._angles = self._tables(1024)
         own = (depth, shape.num_kv_heads, shape.head_dim)
         self._own_keys, self._own_values = np.zeros(own, np.float32), np.zeros(own, np.float32)
-        self._scores = np.zeros(self.window + depth, np.float32)
-        self._mixed = np.zeros((shape.num_heads, shape.head_dim), np.float32)
+        places = self.new_memory().keys.shape[2]
+        self._steps = (
+            np.arange(shape.head_dim) * places,
+            np.arange(self.window) * shape.head_dim,
+        )
+        group, width = shape.num_heads // shape.num_kv_heads, max(places, shape.head_dim) + TILE
+        self._lines = np.zeros((2 * group, width), np.float32)
 
     def new_memory(self) -> CpuMemory:
         """Room for one sequence."""
@@ -91,24 +101,12 @@ class CpuEagle(CpuGuesses):
             features: [rows, taps, H].
             tokens: The id behind each row.
         """
-        taps, embedded = np.asarray(features), self.embedded(list(tokens))
-        threads = self.model.threads
-        for first in range(0, len(taps), ROWS):
-            count = min(ROWS, len(taps) - first)
-            for row in range(count):
-                if self._shape.source == "chatkv":
-                    norm_taps(taps[first + row], self.eps, self._fuse.x[row])
-                else:
-                    self._fuse.x[row] = taps[first + row].reshape(-1)
-            self._fuse(threads, count)
-            for row in range(count):
-                self._pair(embedded[first + row], self._fuse.out[row], self._kv.x[row])
-            self._kv(threads, count)
-            for row in range(count):
-                place = start + first + row
-                key, value = self._heads(self._kv.out[row], place)
-                kernels.store(memory.keys, memory.values, place % self.window, key, value)
-            memory.state[:] = self._fuse.out[count - 1]
+        cos, sin = self._turns(start, start + len(features))
+        kernels.store_rows(
+            np.ascontiguousarray(features, np.float32), self.embedded(list(tokens)),
+            self._shape.source == "eagle3", self._norms, self.eps, start, cos, sin,
+            self._fuse.arrays, self._kv.arrays, memory.keys, memory.values, memory.state,
+        )  # fmt: skip
 
     def grow(
         self,
@@ -126,27 +124,27 @@ class CpuEagle(CpuGuesses):
             rows: [first, stop) of the rows that are stored; the last one chose the root.
         """
         shape, threads, (first, stop) = self._shape, self.model.threads, rows
-        state = memory.state.copy()
+        state, norms, eps = memory.state.copy(), self._norms, self.eps
+        pair = self._q.x[0]
 
         def advance(token: int, step: int) -> Floats:
-            self._pair(self.embedded([token])[0], state, self._q.x[0])
+            cos, sin = (table[0] for table in self._turns(stop - 1 + step, stop + step))
+            kernels.norm_pair(self.embedded([token])[0], norms[0], state, norms[1], eps, pair)
             q = self._q(threads).reshape(shape.num_heads, shape.head_dim)
-            cos, sin = self._turn(stop - 1 + step)
             kernels.rotate(q, cos, sin)
             if step:  # the root's own key and value are stored
-                self._kv.x[0] = self._q.x[0]
-                self._kv(threads)
-                key, value = self._heads(self._kv.out[0], stop - 1 + step)
-                self._own_keys[step - 1], self._own_values[step - 1] = key, value
+                self._kv.x[0] = pair
+                both = self._kv(threads).reshape(2, shape.num_kv_heads, shape.head_dim)
+                kernels.rotate(both[0], cos, sin)
+                self._own_keys[step - 1], self._own_values[step - 1] = both
             kernels.look(
                 q, memory.keys, memory.values, first, stop, self._own_keys, self._own_values,
-                step, self._scores, self._mixed,
+                step, self._steps, self._lines, self._o.x[0],
             )  # fmt: skip
-            self._o.x[0] = self._mixed.reshape(-1)
             if shape.norms_residual:
-                state[:] = self._q.x[0, shape.hidden :]  # normed by `_pair`
+                state[:] = pair[shape.hidden :]
             np.add(state, self._o(threads), out=state)
-            kernels.norm(state, self._norms[2], self.eps, self._gates.x[0])
+            kernels.norm(state, norms[2], eps, self._gates.x[0])
             kernels.gate(self._gates(threads), self._down.x[0])
             np.add(state, self._down(threads), out=state)
             return state
@@ -155,22 +153,13 @@ class CpuEagle(CpuGuesses):
             advance, root, stop + 1, temperature=temperature, seed=seed, max_rows=max_rows
         )
 
-    def _pair(self, embedded: Floats, state: Floats, out: Floats) -> None:
-        kernels.norm_pair(embedded, self._norms[0], state, self._norms[1], self.eps, out)
-
-    def _heads(self, row: Floats, place: int) -> tuple[Floats, Floats]:
-        """Key, rotated in place, and value [HK, D] of a row of `_kv`."""
-        key, value = row.reshape(2, self._shape.num_kv_heads, self._shape.head_dim)
-        kernels.rotate(key, *self._turn(place))
-        return key, value
-
-    def _turn(self, place: int) -> tuple[Floats, Floats]:
-        """cos and sin [D / 2] of a place; the tables double when it lies behind them."""
+    def _turns(self, start: int, stop: int) -> tuple[Floats, Floats]:
+        """cos and sin [stop - start, D / 2] of places; the tables double when one lies behind."""
         cos, sin = self._angles
-        if place >= len(cos):
-            self._angles = self._tables(max(place + 1, 2 * len(cos)))
+        if stop > len(cos):
+            self._angles = self._tables(max(stop, 2 * len(cos)))
             cos, sin = self._angles
-        return cos[place], sin[place]
+        return cos[start:stop], sin[start:stop]
 
     def _tables(self, stop: int) -> tuple[Floats, Floats]:
         shape = self._shape

@@ -26,6 +26,8 @@ Floats = npt.NDArray[np.float32]
 FAR = 9.0
 """Guesses whose logit over the temperature is so far below the best one get no noise: each of them
 wins less than once in eight thousand times."""
+MANY = 4096
+"""Outputs from which several threads share a product."""
 LEAST_CHANCE = 0.2
 """A path less likely than this gets no children: the next depth costs a tenth of a step."""
 
@@ -45,20 +47,23 @@ class Product:
         # The kernels read whole cache lines.
         room = np.empty(len(packed) + 64, np.uint8)
         start = -room.ctypes.data % 64
-        self._data = room[start : start + len(packed)]
-        self._data[:] = packed
-        self._about = np.array(describe(Matrix("q8", 0, outputs, inputs)), np.int64)
-        self._codes = np.zeros((rows, inputs), np.int16)
-        self._scales = np.zeros((rows, inputs // 32, 2), np.float32)
+        data = room[start : start + len(packed)]
+        data[:] = packed
+        about = np.array(describe(Matrix("q8", 0, outputs, inputs)), np.int64)
+        codes = np.zeros((rows, inputs), np.int16)
+        scales = np.zeros((rows, inputs // 32, 2), np.float32)
         self.x = np.zeros((rows, inputs), np.float32)
         """[rows, K], to be written before a call."""
         self.out = np.zeros((rows, outputs), np.float32)
+        self.arrays = (data, about, self.x, codes, scales, self.out)
+        """What the kernels take."""
 
-    def __call__(self, threads: int, rows: int = 1) -> Floats:
+    def __call__(self, threads: int) -> Floats:
         """[N] of the first row, good until the next call; `out` has all of them."""
-        kernels.project(
-            self._data, self._about, threads, self.x, self._codes, self._scales, rows, self.out
-        )
+        if self.out.shape[1] < MANY:
+            kernels.project_alone(self.arrays, 1)
+        else:
+            kernels.project(self.arrays, threads, 1)
         return self.out[0]
 
 
@@ -81,6 +86,10 @@ class CpuGuesses:
         self._guess = Product(rows)
         self.eps = np.float32(file.head.shape.eps)
         self._gamma = numbers(file.head.gamma)
+        self._near = np.zeros(len(self._ids), np.int64)
+        self._room = np.zeros((2, len(self._ids)), np.float32)
+        self._best = np.zeros(children, np.int64)
+        self._shares = np.zeros(children, np.float32)
 
     def embedded(self, tokens: list[int]) -> Floats:
         """[len(tokens), H] of the target's embedding."""
@@ -128,16 +137,13 @@ class CpuGuesses:
     ) -> list[tuple[int, float]]:
         """The best guesses of one row, and their shares by score."""
         heat = temperature if temperature > 0 else 1.0
-        near = np.flatnonzero(logits >= logits.max() - np.float32(FAR * heat))
-        scores = logits[near]
+        scores, noise = self._room
+        count = kernels.not_far(logits, self._ids, FAR * heat, self._near, scores)
         if temperature > 0:
-            noise = np.empty(len(near), np.float32)
-            noise_into(self._ids[near], len(near), position, seed, noise)
-            scores = scores * np.float32(1 / temperature) + noise
-        order = np.argsort(scores)[: -self.children - 1 : -1]
-        weights = np.exp(scores - scores[order[0]])
-        shares = weights[order] / weights.sum()
-        return list(zip(self._ids[near[order]].tolist(), shares.tolist(), strict=True))
+            noise_into(self._near, count, position, seed, noise)
+            scores[:count] = scores[:count] * np.float32(1 / heat) + noise[:count]
+        count = kernels.best_of(scores, count, self._near, self._best, self._shares)
+        return list(zip(self._best[:count].tolist(), self._shares[:count].tolist(), strict=True))
 
 
 def norm_taps(taps: Floats, eps: np.float32, out: Floats) -> None:
