@@ -25,7 +25,7 @@ Slots = npt.NDArray[np.int64]
 def tree_batch(tables: Seq[PageTable], trees: Seq[Proposal], slots: Seq[Slots]) -> ForwardBatch:
     """The rows of one tree a sequence, all their logits wanted.
 
-    A tree that is still being grown comes alone.
+    A tree that is still being grown comes alone, maybe with rows of others behind its own.
 
     Args:
         tables: With a reservation open for the rows of each tree.
@@ -36,9 +36,15 @@ def tree_batch(tables: Seq[PageTable], trees: Seq[Proposal], slots: Seq[Slots]) 
     if len(seen) < len(trees):
         (grown,) = trees
         assert isinstance(grown, GrownTree), "what is no tree yet"
-        nothing = _zeros(len(grown))
+        tokens = positions = _zeros(len(grown))
+        ancestors = None
+        if (others := grown.others) is not None:
+            nothing, depths = _zeros(grown.size), np.array(others.depths[1:], np.int32)
+            tokens = np.concatenate([nothing, others.tokens[1:]])
+            positions = np.concatenate([nothing, depths + np.int32(tables[0].position)])
+            ancestors = others.ancestors(grown.size - 1)
         return _batch(
-            tables, nothing, nothing, slots, ancestors=None, logit_rows=None, grown=grown.rows
+            tables, tokens, positions, slots, ancestors=ancestors, logit_rows=None, grown=grown.rows
         )
     trees = seen
     depths = [np.array(tree.depths, np.int32) for tree in trees]

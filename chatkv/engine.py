@@ -41,14 +41,16 @@ from chatkv.sequence import ReplyText, Sequence
 from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafting import Drafting
 from chatkv.spec.memory import DraftMemory
-from chatkv.spec.proposal import StaleTree, settled
+from chatkv.spec.proposal import Proposal, StaleTree, ran, settled, walked
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.token_log import TokenLog
 from chatkv.spec.tree import DraftTree
-from chatkv.spec.verify import Accepted, verify
+from chatkv.spec.verify import Accepted
 
 COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Row counts whose step is timed at start."""
+DEVICE_COST_ROWS = (*COST_ROWS, 32)
+"""On a device, where rows are next to free."""
 SAME_COST = 0.25
 """Share by which a step may take longer or shorter than in an earlier run and count as the same."""
 QUEUE_BYTES, DEVICE_QUEUE_BYTES = 64 << 20, 512 << 20
@@ -276,19 +278,18 @@ class Engine:
             result = self.model.step(batch, self.pool)
             result.sample([seq.sampler for seq in seqs], self.drafting.behind(seqs))
             verified = perf_counter()
-            ran = [settled(tree) for tree in trees]
             first = 0
-            for place, (seq, tree, reserved) in enumerate(zip(seqs, ran, rows, strict=True)):
+            for place, (seq, tree, reserved) in enumerate(zip(seqs, trees, rows, strict=True)):
                 accepted.append(self._accept(seq, tree, result, first))
                 reserved.keep(accepted[-1].rows, moved=result.has_moved(place))
                 first += len(tree)
         for seq, gained in zip(seqs, accepted, strict=True):
             self.prompts.remember(seq, seq.table.num_tokens - len(gained.rows))
         ended = perf_counter()
-        record = partial(
-            StepRecord.of,
-            ran,
+        record = lambda: StepRecord.of(  # noqa: E731
+            [ran(tree) for tree in trees],
             accepted,
+            rows=sum(map(len, trees)),
             draft_ms=1000 * (drafted - begun),
             verify_ms=1000 * (verified - started),
             accept_ms=1000 * (ended - verified),
@@ -324,13 +325,14 @@ class Engine:
     def known_costs(self, known: Mapping[str, Any]) -> dict[int, float]:
         """The cost table of an earlier run, if the smallest and the largest step still take that
         long; else a new one."""
+        sizes = COST_ROWS if self.model.device == "cpu" else DEVICE_COST_ROWS
         with suppress(KeyError, ValueError, TypeError):
             base = {int(rows): float(ms) for rows, ms in known["costs"]["base"]}
-            ends = self.measure(rows=(COST_ROWS[0], COST_ROWS[-1]))
+            ends = self.measure(rows=(sizes[0], sizes[-1]))
             near = [abs(ms / base[rows] - 1) < SAME_COST for rows, ms in ends.items()]
-            if tuple(base) == COST_ROWS and all(near) and min(base.values()) > 0:
+            if tuple(base) == sizes and all(near) and min(base.values()) > 0:
                 return base
-        return self.measure()
+        return self.measure(rows=sizes)
 
     def measure(self, repeats: int = 3, rows: Seq[int] = COST_ROWS) -> dict[int, float]:
         """Milliseconds of a step by rows: the least of a few, since other programs only add."""
@@ -405,16 +407,16 @@ class Engine:
         if live + new > limits.context:
             raise ContextFull(used=live, needed=new, limit=limits.context)
 
-    def _accept(self, seq: Sequence, tree: DraftTree, result: StepLogits, first: int) -> Accepted:
+    def _accept(self, seq: Sequence, tree: Proposal, result: StepLogits, first: int) -> Accepted:
         """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""
         params, edits_rows = seq.sampler.params, seq.sampler.edits_rows
 
         def pick(row: int, path: tuple[int, ...]) -> int:
             return result.pick(first + row, [*seq.tokens, *path] if edits_rows else ())
 
-        gained = verify(tree, pick)
+        gained = walked(tree, pick)
         if self.drafting.wants_picks:
-            gained = gained.with_all_picks(tree, pick)
+            gained = gained.with_all_picks(settled(tree), pick)
         gained = gained.until(seq.push)
         if params.logprobs is not None:
             seq.logprobs += [

@@ -24,7 +24,7 @@ from chatkv.models.cuda_layers import SPARE_POSITIONS, Layers, Rows, most_slots
 from chatkv.models.device_rows import DeviceRow, DeviceRows
 from chatkv.models.model import ForwardBatch
 from chatkv.models.staged import Fields, Staged
-from chatkv.models.tree_rows import Carried, WalkedRows, row_fields
+from chatkv.models.tree_rows import Carried, TreeRows, WalkedRows, row_fields
 from chatkv.models.walk_triton import WalkRoom, move_rows, walk_rows
 from chatkv.models.work import Work
 from chatkv.sampling import SamplingParams
@@ -33,7 +33,8 @@ from chatkv.sampling_triton import FLOATS, INTEGERS, PickRoom, pick_rows, settin
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 ROWS = (16, 32, 64, 128, 256, 512)
 """Rows in all. Plain decoding of one sequence is the 16-row bucket with one live row."""
-LONGEST = (1, 16, 64)
+MOST_ROWS = 64
+LONGEST = (1, 16, MOST_ROWS)
 """Most rows of one sequence: it decides how attention is launched, and no bits."""
 
 
@@ -101,6 +102,7 @@ class CapturedStep:
                 "slots": (longs, (bucket.rows,)),
                 "q_start": (ints, (count + 1,)),
                 "kv_len": (ints, (count,)),
+                "split": (ints, (1,)),
                 "page_table": (ints, (count, entries)),
                 **holes,
             },
@@ -163,7 +165,7 @@ class CapturedStep:
         if batch.grown is None:
             self.step()
         else:
-            self._grown_step(batch.grown.block)()
+            self._grown_step(batch.grown)()
         self.inputs.mark()
 
     def set(self, starts: tuple[int, ...], params: tuple[SamplingParams | None, ...]) -> None:
@@ -215,15 +217,24 @@ class CapturedStep:
         self._kept.append(ref(kept))
         return kept
 
-    def _grown_step(self, rows: Tensor) -> Work:
+    def _grown_step(self, rows: TreeRows) -> Work:
         """The step of a tree that lies on the device already. Graphs hold addresses."""
-        if rows.data_ptr() not in self._grown:
+        place = rows.block.data_ptr()
+        if place not in self._grown:
             work = Work(partial(self._compute, rows), self._memory is not None, self._memory)
-            self._grown[rows.data_ptr()] = work
-        return self._grown[rows.data_ptr()]
+            self._grown[place] = work
+        return self._grown[place]
 
-    def _compute(self, grown: Tensor | None = None) -> None:
-        self.inputs.copy(grown)
+    def _compute(self, grown: TreeRows | None = None) -> None:
+        if grown is None:
+            self.inputs.copy()
+        elif len(grown.tokens) == self.bucket.rows:
+            self.inputs.copy(grown.block)
+        else:  # rows of others stand behind
+            self.inputs.copy()
+            for name in ("tokens", "positions", "ancestors"):
+                rows: Tensor = getattr(grown, name)
+                self.inputs.device[name][: len(rows)].copy_(rows)
         want_logits = self.bucket.want_logits
         self.layers.step(self.rows, self.pool, self.room, want_logits=want_logits)
 
@@ -242,14 +253,16 @@ class CapturedStep:
         call, count = batch.call, len(batch.tokens)
         sequences = call.num_sequences
         there = self.inputs.begin()
-        if batch.grown is None:
+        size = 0 if batch.grown is None else len(batch.grown.tokens)
+        if count > size:
             # Rows that are padding hold what others left there: any token, any position.
-            there["tokens"][:count] = batch.tokens
-            there["positions"][:count] = batch.positions
+            there["tokens"][size:count] = batch.tokens[size:]
+            there["positions"][size:count] = batch.positions[size:]
             words = _chains(call.q_start_host) if call.ancestors is None else call.ancestors.numpy()
-            there["ancestors"][:count] = words[:count]
+            there["ancestors"][size:count] = words[size:count]
         else:
             assert count == self.bucket.rows, f"a tree of {count} rows for {self.bucket}"
+        there["split"][0] = size if count > size > 0 else MOST_ROWS
         there["slots"][:count] = batch.slots
         there["slots"][count:] = -1
         there["q_start"][: sequences + 1] = call.q_start_host

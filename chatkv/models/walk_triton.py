@@ -40,6 +40,8 @@ class WalkRoom:
     """[T] int64."""
     q_start: Tensor
     """[N + 1] int32."""
+    split: Tensor
+    """[1] int32: from this row of a sequence on rows are of a second tree below the same root."""
     walks: Tensor
     """[N] int32: 0 for a sequence whose picks are made elsewhere."""
     path: Tensor
@@ -51,7 +53,7 @@ class WalkRoom:
     def of(cls, inputs: dict[str, Tensor], walks: Tensor) -> WalkRoom:
         """Around a step's own inputs."""
         ints: dict[str, Any] = {"dtype": torch.int32, "device": walks.device}
-        names = ("tokens", "positions", "ancestors", "slots", "q_start")
+        names = ("tokens", "positions", "ancestors", "slots", "q_start", "split")
         return cls(
             **{name: inputs[name] for name in names},
             walks=walks,
@@ -63,7 +65,7 @@ class WalkRoom:
 def walk_rows(
     picks: PickRoom, room: WalkRoom, tapped: Tensor, carried: Carried | None, *, pdl: bool = False
 ) -> None:
-    """Follow the picks from each sequence's first row.
+    """Follow the picks from each sequence's first row; down two trees, and the longer path counts.
 
     Args:
         tapped: [taps, T, H] residuals of the rows.
@@ -75,7 +77,7 @@ def walk_rows(
         left = (carried.taps, carried.root, carried.position, carried.seed, carried.inverse_t)
     _walk[(len(room.counts),)](
         picks.out, picks.integers, picks.floats, room.tokens, room.positions, room.ancestors,
-        room.q_start, room.walks, room.path, room.counts,
+        room.q_start, room.split, room.walks, room.path, room.counts,
         tapped if carried else other, *left, tapped.shape[1], tapped.shape[2],
         LONGEST=LONGEST_PATH, TAPS=len(tapped) if carried else 0,
         WIDE=triton.next_power_of_2(tapped.shape[2]), PDL=pdl, num_warps=1,
@@ -84,9 +86,31 @@ def walk_rows(
 
 
 @triton.jit
+def _descend(
+    picks, words, path, row, token, word, bit, own,
+    LONGEST: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """(last row, rows) of the path down the rows `own`, from row 0."""
+    at = tl.zeros([], tl.int32)
+    count = tl.zeros([], tl.int32)
+    going = count == 0
+    while going:
+        if KEEP:
+            tl.store(path + count, at)
+        count += 1
+        pick = tl.load(picks + at)
+        # A row's bits are those of its parent and its own.
+        below = own & (row > 0) & (token == pick) & (word == (tl.load(words + at) | bit))
+        child = tl.max(tl.where(below, row, 0), 0)
+        going = (child > at) & (count < LONGEST)
+        at = tl.where(going, child, at)
+    return at, count
+
+
+@triton.jit
 def _walk(
-    picks, integers, floats, tokens, positions, words, q_start, walks, path, counts, tapped, taps,
-    root, position, seed, inverse_t, rows, width,
+    picks, integers, floats, tokens, positions, words, q_start, split, walks, path, counts, tapped,
+    taps, root, position, seed, inverse_t, rows, width,
     LONGEST: tl.constexpr, TAPS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -103,18 +127,15 @@ def _walk(
     token = tl.load(tokens + start + row, mask=own, other=-1)
     word = tl.load(words + start + row, mask=own, other=0)
     bit = tl.full([64], 1, tl.int64) << row.to(tl.int64)
-    at = tl.zeros([], tl.int32)
-    count = tl.zeros([], tl.int32)
-    going = count == 0
-    while going:
-        tl.store(path + n * LONGEST + count, at)
-        count += 1
-        pick = tl.load(picks + start + at)
-        # A row's bits are those of its parent and its own.
-        below = own & (row > 0) & (token == pick) & (word == (tl.load(words + start + at) | bit))
-        child = tl.max(tl.where(below, row, 0), 0)
-        going = (child > at) & (count < LONGEST)
-        at = tl.where(going, child, at)
+    cut = tl.load(split)
+    picked, above, line = picks + start, words + start, path + n * LONGEST
+    first = own & (row < cut)
+    at, count = _descend(picked, above, line, row, token, word, bit, first, LONGEST, True)
+    if cut < stop - start:
+        second = own & (row >= cut)
+        last, length = _descend(picked, above, line, row, token, word, bit, second, LONGEST, False)
+        if length > count:
+            at, count = _descend(picked, above, line, row, token, word, bit, second, LONGEST, True)
     tl.store(counts + n, count)
     if TAPS:  # of a single sequence
         last = start + at

@@ -20,17 +20,15 @@ from chatkv.spec.plan import Kind, Plan, Shape
 from chatkv.spec.proposal import GrownTree, Proposal, settled
 from chatkv.spec.stats import DraftStats, StepRecord, follow
 from chatkv.spec.tree import MAX_DEPTH, MAX_ROWS, DraftTree
+from chatkv.spec.unseen import UnseenTrees
 from chatkv.spec.verify import Accepted
 
 BAR = 1.03
 """Predicted rate over plain from which drafting is worth it."""
 CHEAP_SHARE = 0.01
 """A draft below this share of a plain step is looked at in the plain state too."""
-WHOLE, WHOLE_TRIES = 64, 8
-"""Trees that were run unseen and are remembered, and how many of them give an expectation."""
-WHOLE_TOKENS, JOINED_SHARE = 2.0, 0.25
-"""Before anything is known: tokens that such a tree gains, and the share of a step that joining
-takes."""
+JOINED_SHARE = 0.25
+"""Share of a step that joining others with a tree nobody has seen takes, before it is known."""
 ASKED, ASKED_TRIES = 32, 8
 """Drafted steps for which every drafter was asked: those that are remembered, and how many of them
 give an expectation."""
@@ -57,7 +55,7 @@ class Controller:
         self.mode = mode
         self.shape = Shape.parse(mode)
         self._plan: Plan | None = None
-        self._whole: deque[int] = deque(maxlen=WHOLE)
+        self.unseen = UnseenTrees()
         self._followed: dict[int, tuple[DraftTree, int]] = {}
         self._guessed_steps = 0
         self.drafts = DraftCosts()
@@ -99,16 +97,32 @@ class Controller:
             plan.kept = self._pruned([settled(tree) for tree in trees], plan)
         return list(plan.kept)
 
-    def keeps_whole(self, others: DraftTree) -> bool:
-        """Whether a tree that nobody has seen is better run as it is than joined with others.
+    def stays_unseen(self, tree: GrownTree) -> bool:
+        """Whether a tree that nobody has seen is better run so than joined with those beside it.
 
-        To join them the host must have it first, and the device waits for the rows that are made
-        then. That is worth it where the others are that much surer.
+        They run as well where there are rows for them and they are expected to go on where the
+        tree ends. To join them the host must have the tree first, and the device waits for the rows
+        that are made then: without such rows that is worth it if the others are that much surer.
         """
-        plan, ms = self._plan, self.costs.ms(1)
-        if plan is None or ms is None or self.shape.kind != "auto":
+        plan, ms, others = self._plan, self.costs.ms(1), tree.beside
+        if plan is None or ms is None or others is None:
             return False
-        own = sum(self._whole) / len(self._whole) if self._whole else WHOLE_TOKENS
+        if self.shape.kind != "auto":
+            tree.runs_beside = self._takes_whole(tree, len(others) - 1)
+            return tree.runs_beside
+        own = self.unseen.tokens
+        most = self.costs.sizes[-1] - tree.size + 1
+        if most > 1:
+            chances = self.calibration.chances(others, plan.greedy[0])
+            if len(others) > most:
+                others = tree.beside = others.best(most, chances)
+                chances = self.calibration.chances(others, plan.greedy[0])
+            gain = self.unseen.beyond(chances[1:], others.depths[1:])
+            drafts_ms = self.drafts.ms((), ahead=True)
+            own_ms = self.costs.ms(tree.size) or ms
+            both_ms = self.costs.ms(tree.size + len(others) - 1) or own_ms
+            tree.runs_beside = (own + gain) * (own_ms + drafts_ms) > own * (both_ms + drafts_ms)
+            return True
         joined_ms = self.drafts.most(JOINED_SHARE * ms)
         slower = (ms + joined_ms) / (ms + self.drafts.ms((), ahead=True))
         return sum(self.calibration.chances(others, plan.greedy[0])) <= own * slower
@@ -142,8 +156,8 @@ class Controller:
         if plan is None:
             return
         self._learn(plan, accepted)
-        if step.drafted and _is_whole(plan):
-            self._whole.append(step.tokens)
+        if step.drafted and _is_whole(plan) and step.rows == len(settled(plan.proposed[0])):
+            self.unseen.add(step.tokens)
         self.stats.add(step)
         self._recent.append(step)
         self._idle.spend(step.wall_ms)
@@ -162,7 +176,7 @@ class Controller:
             "costs": self.costs.to_json(),
             "guard": self.guard.to_json(),
             "drafts": self.drafts.to_json(),
-            "whole": list(self._whole),
+            "whole": self.unseen.to_json(),
             "asked": list(self._asked),
             "plain_state": self._idle.to_json(),
         }
@@ -177,7 +191,7 @@ class Controller:
                 self.costs.recall(known["costs"])
                 self.guard.recall(known["guard"])
                 self.drafts.recall(known["drafts"])
-                self._whole.extend(int(tokens) for tokens in known["whole"])
+                self.unseen.recall(known["whole"])
                 self._asked.extend((int(tokens), float(ms)) for tokens, ms in known["asked"])
                 self._idle.recall(known["plain_state"])
 
@@ -264,18 +278,18 @@ class Controller:
         """Milliseconds that asking as `plan` did takes; 0 while nothing is known."""
         return self.drafts.ms(plan.asked, ahead=_is_whole(plan))
 
-    def _takes_whole(self, tree: GrownTree) -> bool:
-        """Whether the mode leaves a tree of that size as it is."""
+    def _takes_whole(self, tree: GrownTree, more: int = 0) -> bool:
+        """Whether the mode leaves a tree of that size, and so many rows more, as it is."""
         kind = self.shape.kind
-        return kind == "auto" or (kind == "tree" and len(tree) <= self.shape.guesses + 1)
+        return kind == "auto" or (kind == "tree" and len(tree) + more <= self.shape.guesses + 1)
 
     def _pays_whole(self, tree: GrownTree, plan: Plan) -> bool:
         """Whether a tree that nobody has seen is worth its time, going by those before it."""
         ms, plain_ms = self.costs.ms(len(tree)), self.costs.ms(1)
         if ms is None or plain_ms is None:
             return False
-        if len(self._whole) >= WHOLE_TRIES:
-            rate = sum(self._whole) / len(self._whole) / (ms + self.drafts.ms((), ahead=True))
+        if self.unseen.is_known:
+            rate = self.unseen.tokens / (ms + self.drafts.ms((), ahead=True))
             if rate > BAR / plain_ms:
                 return True
             if plan.kind != "probe":
@@ -351,7 +365,7 @@ class Controller:
             self._idle.lost(max(step.wall_ms - worth_ms, 0.0))
             return
         if plan.kind == "probe":
-            self._whole.clear()  # what such trees gained before is not how it is now
+            self.unseen.clear()
         if plan.is_probe:
             self._idle.reset()
         else:

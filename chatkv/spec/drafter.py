@@ -197,7 +197,7 @@ class GuardedDrafters:
         self,
         contexts: Sequence[DraftContext],
         max_rows: Sequence[int],
-        keeps_whole: Callable[[DraftTree], bool] | None = None,
+        stays_unseen: Callable[[GrownTree], bool] | None = None,
         enough: Callable[[Sequence[DraftTree]], bool] | None = None,
         affordable: Callable[[str, float | None], int] | None = None,
     ) -> Sequence[Proposal]:
@@ -207,7 +207,8 @@ class GuardedDrafters:
         that was begun ahead comes as it is, unless others have guesses to add.
 
         Args:
-            keeps_whole: Whether it comes as it is although others have these.
+            stays_unseen: Whether it comes unseen although others have the guesses `beside` it, and
+                decides whether those run as well.
             enough: Whether these are so good that no drafter which takes time need be asked.
             affordable: Rows for the drafter of that name, which takes so long for each guess.
         """
@@ -226,9 +227,10 @@ class GuardedDrafters:
                 self._ask(drafter, contexts, limits, found)
         self.asked = tuple(drafter.name for drafter in asked)
         if grown is not None:
-            beside = self._merged(found[0], grown.root, max_rows[0])
-            if len(beside) == 1 or (keeps_whole is not None and keeps_whole(beside)):
-                grown.beside = beside
+            if not found[0]:
+                return [grown]
+            grown.beside = self._merged(found[0], grown.root, max_rows[0])
+            if stays_unseen is not None and not self.wants_picks and stays_unseen(grown):
                 return [grown]
             assert self.reader is not None
             tree = self._try(self.reader, [contexts[0].seq_id], grown.settle)

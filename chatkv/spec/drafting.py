@@ -96,7 +96,7 @@ class Drafting:
         trees = self.drafters.propose(
             contexts,
             rows,
-            self.controller.keeps_whole,
+            self.controller.stays_unseen,
             self.controller.enough,
             self.controller.affordable,
         )
@@ -176,11 +176,15 @@ def _cut(tree: Proposal, seq: Sequence) -> Proposal:
     """
     left = seq.max_depth
     if isinstance(tree, GrownTree):
+        if tree.others is not None and max(tree.others.depths) > left > 0:
+            tree.beside = _shallow(tree.others, left)
         if tree.depth <= left or 0 < left < tree.depth <= seq.free_depth:
             return tree
         if left <= 0:
             return DraftTree.root(tree.root)
         tree = tree.settle()
-    if max(tree.depths) <= left:
-        return tree
-    return tree.subset([row for row, depth in enumerate(tree.depths) if depth <= left])
+    return tree if max(tree.depths) <= left else _shallow(tree, left)
+
+
+def _shallow(tree: DraftTree, depth: int) -> DraftTree:
+    return tree.subset([row for row, own in enumerate(tree.depths) if own <= depth])

@@ -6,9 +6,11 @@ Knows its size and its root; what it guesses comes to the host when somebody ask
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from chatkv.spec.tree import DraftTree
+from chatkv.spec.verify import Accepted, Pick, verify
 
 if TYPE_CHECKING:
     from chatkv.models.tree_rows import TreeRows
@@ -19,7 +21,9 @@ class StaleTree(Exception):
 
 
 class GrownTree:
-    """A whole tree of a fixed number of rows.
+    """A whole tree of a fixed number of rows, and maybe rows of others behind them.
+
+    Two trees below one root: a step goes down both, and the longer path counts.
 
     Args:
         root: Token of row 0.
@@ -34,13 +38,25 @@ class GrownTree:
         self.root, self.depth, self.rows = root, depth, rows
         self.beside: DraftTree | None = None
         """What others guessed and was not joined with it."""
+        self.runs_beside = False
+        """Whether it is run all the same: its rows but the root behind those of this tree."""
         self._size = len(rows.tokens)
         self._read = read
         self._tree: DraftTree | None = None
 
     def __len__(self) -> int:
-        """Rows, the root included."""
+        """Rows that are run, the root included."""
+        return self._size + (len(self.others) - 1 if self.others is not None else 0)
+
+    @property
+    def size(self) -> int:
+        """Rows of the tree itself."""
         return self._size
+
+    @property
+    def others(self) -> DraftTree | None:
+        """What is run beside it."""
+        return self.beside if self.runs_beside else None
 
     def settle(self) -> DraftTree:
         """The tree itself. Good until the next one is grown, and from the first call on.
@@ -60,6 +76,26 @@ class GrownTree:
 
 
 Proposal: TypeAlias = DraftTree | GrownTree
+
+
+def ran(tree: Proposal) -> DraftTree:
+    """All that a step ran, as one tree; rows that two trees have in common count once."""
+    if isinstance(tree, GrownTree) and tree.others is not None:
+        return DraftTree.merge([tree.settle(), tree.others])
+    return settled(tree)
+
+
+def walked(tree: Proposal, pick: Pick) -> Accepted:
+    """What the model picks down a tree, or down two of them."""
+    own = verify(settled(tree), pick)
+    if not isinstance(tree, GrownTree) or tree.others is None:
+        return own
+    behind = tree.size - 1
+    other = verify(tree.others, lambda row, path: pick(row + behind if row else 0, path))
+    picks = (*own.picks, *other.picks[1:])
+    if len(other.tokens) <= len(own.tokens):
+        return replace(own, picks=picks)
+    return replace(other, rows=tuple(row + behind if row else 0 for row in other.rows), picks=picks)
 
 
 def settled(tree: Proposal) -> DraftTree:

@@ -42,12 +42,17 @@ class StepRecord:
         trees: Sequence[DraftTree],
         accepted: Sequence[Accepted],
         *,
+        rows: int | None = None,
         draft_ms: float = 0.0,
         verify_ms: float = 0.0,
         accept_ms: float = 0.0,
         host_ms: float = 0.0,
     ) -> StepRecord:
-        """The record of a step that ran these trees and, after `until`, kept this."""
+        """The record of a step that ran these trees and, after `until`, kept this.
+
+        Args:
+            rows: Of the pass, if some were run twice.
+        """
         offered: Counts = {}
         right: Counts = {}
         for tree, gained in zip(trees, accepted, strict=True):
@@ -55,7 +60,7 @@ class StepRecord:
                 offered[source, depth] = offered.get((source, depth), 0) + 1
                 right[source, depth] = right.get((source, depth), 0) + hit
         return StepRecord(
-            rows=sum(len(tree) for tree in trees),
+            rows=sum(len(tree) for tree in trees) if rows is None else rows,
             tokens=sum(len(gained.tokens) for gained in accepted),
             sequences=len(trees),
             draft_ms=draft_ms,

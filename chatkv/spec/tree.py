@@ -158,13 +158,18 @@ class DraftTree:
             row = int(self.parents[row])
         return tuple(reversed(tokens))
 
-    def ancestors(self) -> MaskArray:
-        """[R] int64 as AttentionCall takes them: bit j is set when the row may see row j."""
+    def ancestors(self, shift: int = 0) -> MaskArray:
+        """[R] int64 as AttentionCall takes them: bit j is set when the row may see row j.
+
+        Args:
+            shift: Rows of another tree between the root and the others, [shift + R] then: nobody
+                of this one sees them, and theirs are left at 0.
+        """
         masks = [1]
         parents: list[int] = self.parents.tolist()
         for row, parent in enumerate(parents[1:], start=1):
-            masks.append(masks[parent] | 1 << row)
-        return np.array(masks, dtype=np.int64)
+            masks.append(masks[parent] | 1 << row + shift)
+        return np.array([masks[0], *[0] * shift, *masks[1:]], dtype=np.int64)
 
     def with_chance(self, chance: Sequence[float]) -> DraftTree:
         """The same rows with other chances."""

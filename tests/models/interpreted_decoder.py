@@ -22,12 +22,14 @@ from chatkv.models import cuda_layers, random_model
 from chatkv.models.chunks import Chunking
 from chatkv.models.cuda_decoder import CudaDecoder
 from chatkv.models.device_rows import DeviceRow
+from chatkv.models.tree_rows import TreeRows
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.heads.device import GROWTH, grower_of
 from chatkv.spec.heads.file import HeadFile
 from chatkv.spec.heads.grow import RecurrentCell, Vocabulary, grow
 from chatkv.spec.heads.modules import new_head
 from chatkv.spec.heads.shape import shape_for
+from chatkv.spec.proposal import GrownTree
 from chatkv.spec.tree import DraftTree
 
 # Attention leaves rows that are padding as it finds them.
@@ -188,6 +190,29 @@ def test_tapped_residuals_are_a_rows_own(make: Make) -> None:
         kept = np.array(decoder.prompt_features(1 if stops else 3))
         np.testing.assert_allclose(kept[-1], whole, atol=1e-4)
         assert kept.shape == (1 if stops else 3, 2, decoder.spec.hidden_size)
+
+
+def test_rows_of_others_behind_a_grown_tree(make: Make) -> None:
+    """Each row as in a step of its own tree."""
+    decoder = make("random:tiny")
+    pool = pool_of(decoder)
+    table = PageTable(pool)
+    step(decoder, table, [1, 2, 3])
+    own = DraftTree.of([5, *range(10, 25)], [0, 0, 0, 1, 1, 2, 3, *range(6, 15)])
+    others = DraftTree.of([5, 30, 31, 32], [0, 0, 1, 0])
+    rows = TreeRows.empty(16, torch.device("cpu"))
+    rows.tokens.copy_(torch.from_numpy(own.tokens.copy()))
+    rows.positions.copy_(torch.tensor(own.depths, dtype=torch.int32) + 3)
+    rows.ancestors.copy_(torch.from_numpy(own.ancestors())[:, None])
+    both = GrownTree(5, max(own.depths), rows, lambda: own)
+    both.beside, both.runs_beside = others, True
+    found: list[np.ndarray] = []
+    for tree in (own, others, both):
+        with table.reserve(len(tree)) as reserved:
+            result = decoder.step(tree_batch([table], [tree], [reserved.slots]), pool)
+            found.append(np.stack([result.row(row) for row in range(len(tree))]))
+    expected = np.concatenate([found[0], found[1][1:]])
+    np.testing.assert_allclose(found[2], expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from chatkv.attention.store import compact_plain
-from chatkv.models.tree_rows import Carried, row_fields
+from chatkv.models.tree_rows import Carried, TreeRows, row_fields
 from chatkv.models.walk_triton import WalkRoom, move_rows, walk_rows
 from chatkv.sampling_triton import PickRoom
+from chatkv.spec.proposal import GrownTree, walked
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import verify
 
@@ -40,6 +42,7 @@ def run(sizes: list[int], seed: int, *, walks: list[int] | None = None) -> None:
     there["slots"] = torch.full((ROWS,), -1)
     # One sequence more than there are, as in a bucket.
     there["q_start"] = torch.tensor([*starts, starts[-1]], dtype=torch.int32)
+    there["split"] = torch.tensor([64], dtype=torch.int32)
     for tree, start in zip(trees, starts, strict=False):
         for row in range(len(tree)):
             there["tokens"][start + row] = int(tree.tokens[row])
@@ -103,8 +106,44 @@ def test_a_chain_that_is_right_to_its_end() -> None:
         there["ancestors"][:rows, 0] = torch.from_numpy(tree.ancestors())
         there["slots"], there["q_start"] = torch.arange(16), torch.tensor([0, rows]).int()
         one = torch.ones(1, dtype=torch.int32)
+        there["split"] = 64 * one
         picks = PickRoom.of(one, there["positions"], torch.zeros(16, 2).long(), torch.ones(16, 3))
         picks.out.copy_(torch.arange(1, 17))
         room = WalkRoom.of(there, one)
         walk_rows(picks, room, torch.zeros(0, 16, 8), None)
         assert int(room.counts) == rows
+
+
+def test_of_two_trees_below_one_root_the_longer_path_counts() -> None:
+    """As the host has it."""
+    assert set.union(*map(went_beside, range(8))) == {True, False}
+
+
+def went_beside(seed: int) -> set[bool]:
+    """Whether paths went down the second tree, each as the host has it."""
+    draw = random.Random(seed)
+    own, others = grown(draw, 9), grown(draw, 1 + draw.randrange(2, 8))
+    others = DraftTree.of(
+        [int(own.tokens[0]), *others.tokens[1:].tolist()], others.parents.tolist()
+    )
+    rows = TreeRows.empty(9, CPU)
+    tree = GrownTree(int(own.tokens[0]), 8, rows, lambda: own)
+    tree.beside, tree.runs_beside = others, True
+    count = len(tree)
+    there = {name: torch.zeros(shape, dtype=t) for name, (t, shape) in row_fields(ROWS).items()}
+    there["tokens"][:count] = torch.from_numpy(np.concatenate([own.tokens, others.tokens[1:]]))
+    there["ancestors"][:count, 0] = torch.from_numpy(others.ancestors(8))
+    there["ancestors"][:9, 0] = torch.from_numpy(own.ancestors())
+    there["slots"], there["q_start"] = torch.arange(16), torch.tensor([0, count]).int()
+    there["split"] = torch.tensor([9], dtype=torch.int32)
+    one = torch.ones(1, dtype=torch.int32)
+    picks = PickRoom.of(one, there["positions"], torch.zeros(16, 2).long(), torch.ones(16, 3))
+    longer: set[bool] = set()
+    for _ in range(10):
+        picks.out.copy_(torch.tensor([draw.randrange(4) for _ in range(ROWS)]))
+        room = WalkRoom.of(there, one)
+        walk_rows(picks, room, torch.zeros(0, 16, 8), None)
+        found = walked(tree, lambda row, path: int(picks.out[row]))
+        assert room.path[0, : int(room.counts[0])].tolist() == list(found.rows)
+        longer.add(found.rows[-1] >= 9)
+    return longer

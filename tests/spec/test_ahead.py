@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chatkv.sampling import Sampler, SamplingParams
-from chatkv.spec.control import WHOLE_TRIES, Controller
+from chatkv.spec.control import Controller
 from chatkv.spec.drafter import DraftContext, GuardedDrafters
 from chatkv.spec.drafters.heads import HeadsDrafter
 from chatkv.spec.drafting import Drafting
@@ -18,6 +18,7 @@ from chatkv.spec.plan import Plan
 from chatkv.spec.proposal import GrownTree, Proposal, StaleTree, settled
 from chatkv.spec.stats import StepRecord
 from chatkv.spec.tree import DraftTree
+from chatkv.spec.unseen import TRIES
 from chatkv.spec.verify import Accepted
 
 ROWS: Any = SimpleNamespace(tokens=range(16))
@@ -147,10 +148,10 @@ def test_rounding_lifts_no_guess_above_its_parent():
 
 
 def test_guesses_of_others_are_joined_unless_it_is_kept_whole():
-    for keeps, rows in ((None, 18), (lambda tree: False, 18), (lambda tree: True, 16)):
+    for stays, rows in ((None, 18), (lambda tree: False, 18), (lambda tree: True, 16)):
         drafters, _ = made(Others(2))
         begun(drafters)
-        (tree,) = drafters.propose([context()], [63], keeps)
+        (tree,) = drafters.propose([context()], [63], stays)
         assert len(tree) == rows
         if rows == 16:
             assert isinstance(tree, GrownTree)
@@ -209,7 +210,7 @@ def test_trees_that_run_unseen_are_tried_again_after_a_probe_that_was_worth_it()
     """In the plain state nothing is begun ahead, so a probe sees its tree first."""
     controller = Controller(FLAT, guard=False)
     play(controller, 1, 300)
-    assert len(controller._whole) >= WHOLE_TRIES
+    assert controller.unseen.is_known
     ran, begun = 0, False
     for _ in range(600):
         plan = controller.plan([1])
@@ -285,14 +286,45 @@ def test_near_the_end_it_is_waited_for_only_where_it_has_no_place(left, free, ro
 def test_surer_guesses_of_others_are_joined():
     chain = DraftTree.of([5, 7, 8, 9], [0, 0, 1, 2], [1, 0.9, 0.9, 0.9], source="others")
     controller = Controller(FLAT, guard=False)
-    play(controller, 2, WHOLE_TRIES)
+    play(controller, 2, TRIES)
     controller.plan([1])
-    assert not controller.keeps_whole(chain)
+    assert not controller.stays_unseen(beside(chain))
     # They were wrong often enough: what is not joined teaches too.
     play(controller, 2, 200, chain)
     controller.plan([1])
-    assert controller.keeps_whole(chain)
-    assert not Controller(FLAT, "tree:15").keeps_whole(chain)
+    tree = beside(chain)
+    assert controller.stays_unseen(tree)
+    assert not tree.runs_beside
+    assert not Controller(FLAT, "tree:15").stays_unseen(beside(chain))
+
+
+def beside(others: DraftTree) -> GrownTree:
+    tree = grown()
+    tree.beside = others
+    return tree
+
+
+def test_guesses_of_others_run_beside_it_where_there_are_rows_for_them():
+    chain = DraftTree.of([5, *range(7, 25)], [0, *range(15), 0, 0, 0], source="others")
+    for more, runs in ((1.05, True), (3.0, False)):
+        controller = Controller({**FLAT, 32: more}, guard=False)
+        play(controller, 2, TRIES)
+        controller.plan([1])
+        tree = beside(chain)
+        assert controller.stays_unseen(tree)
+        assert tree.runs_beside == runs
+        assert len(tree) == (32 if runs else 16)
+        # They were wrong often enough.
+        play(controller, 2, 300, chain)
+        controller.plan([1])
+        assert controller.stays_unseen(tree := beside(chain))
+        assert not tree.runs_beside
+    for mode, rows in (("tree:33", 34), ("tree:31", None), ("chain:31", None)):
+        controller = Controller({**FLAT, 32: 1.05}, mode, guard=False)
+        controller.plan([1])
+        tree = beside(chain)
+        assert controller.stays_unseen(tree) == (rows is not None)
+        assert len(tree) == (rows or 16)
 
 
 def test_the_tree_is_read_before_the_next_one_takes_its_place():

@@ -95,7 +95,7 @@ def test_what_was_learnt_comes_back_whole():
         gained = [Accepted((2, 9) if step % 3 and len(kept[0]) > 1 else (2,), (0,), ())]
         ms = 1.2 + step % 5 / 10 + len(kept[0]) / 4
         one.observe(StepRecord.of(kept, gained, verify_ms=ms, draft_ms=0.1), gained)
-    one._whole.extend([3, 1, 2])  # trees that ran unseen
+    one.unseen.add(3, 1, 2)  # trees that ran unseen
     for _ in range(5):
         one._idle.plain(7)
     told = json.loads(json.dumps(one.to_json()))
