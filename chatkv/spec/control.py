@@ -27,8 +27,6 @@ BAR = 1.03
 """Predicted rate over plain from which drafting is worth it."""
 CHEAP_SHARE = 0.01
 """A draft below this share of a plain step is looked at in the plain state too."""
-JOINED_SHARE = 0.25
-"""Share of a step that joining others with a tree nobody has seen takes, before it is known."""
 ASKED, ASKED_TRIES = 32, 8
 """Drafted steps for which every drafter was asked: those that are remembered, and how many of them
 give an expectation."""
@@ -100,32 +98,25 @@ class Controller:
     def stays_unseen(self, tree: GrownTree) -> bool:
         """Whether a tree that nobody has seen is better run so than joined with those beside it.
 
-        They run as well where there are rows for them and they are expected to go on where the
-        tree ends. To join them the host must have the tree first, and the device waits for the rows
-        that are made then: without such rows that is worth it if the others are that much surer.
+        They run as well where what they add behind the end of its path is worth their rows. To be
+        joined they have to wait for it: only if there are no rows for them and they are surer.
         """
-        plan, ms, others = self._plan, self.costs.ms(1), tree.beside
-        if plan is None or ms is None or others is None:
-            return False
-        if self.shape.kind != "auto":
-            tree.runs_beside = self._takes_whole(tree, len(others) - 1)
+        plan, others = self._plan, tree.beside
+        if plan is None or others is None or self.shape.kind != "auto":
+            tree.runs_beside = others is not None and self._takes_whole(tree, len(others) - 1)
             return tree.runs_beside
-        own = self.unseen.tokens
-        most = self.costs.sizes[-1] - tree.size + 1
-        if most > 1:
+        chances = self.calibration.chances(others, plan.greedy[0])
+        own, most = self.unseen.tokens, self.costs.sizes[-1] - tree.size + 1
+        if most < 2:
+            return sum(chances) <= own
+        if len(others) > most:
+            others = tree.beside = others.best(most, chances)
             chances = self.calibration.chances(others, plan.greedy[0])
-            if len(others) > most:
-                others = tree.beside = others.best(most, chances)
-                chances = self.calibration.chances(others, plan.greedy[0])
-            gain = self.unseen.beyond(chances[1:], others.depths[1:])
-            drafts_ms = self.drafts.ms((), ahead=True)
-            own_ms = self.costs.ms(tree.size) or ms
-            both_ms = self.costs.ms(tree.size + len(others) - 1) or own_ms
-            tree.runs_beside = (own + gain) * (own_ms + drafts_ms) > own * (both_ms + drafts_ms)
-            return True
-        joined_ms = self.drafts.most(JOINED_SHARE * ms)
-        slower = (ms + joined_ms) / (ms + self.drafts.ms((), ahead=True))
-        return sum(self.calibration.chances(others, plan.greedy[0])) <= own * slower
+        gain, ahead_ms = self.unseen.beyond(chances[1:], others.depths[1:]), self.drafts.ahead_ms
+        rows = (tree.size, tree.size + len(others) - 1)
+        own_ms, both_ms = [(self.costs.ms(count) or 0.0) + ahead_ms for count in rows]
+        tree.runs_beside = (own + gain) * own_ms > own * both_ms
+        return True
 
     def _pruned(self, trees: Sequence[DraftTree], plan: Plan) -> list[DraftTree]:
         if plan.kind in ("plain", "control"):
@@ -289,7 +280,7 @@ class Controller:
         if ms is None or plain_ms is None:
             return False
         if self.unseen.is_known:
-            rate = self.unseen.tokens / (ms + self.drafts.ms((), ahead=True))
+            rate = self.unseen.tokens / (ms + self.drafts.ahead_ms)
             if rate > BAR / plain_ms:
                 return True
             if plan.kind != "probe":
@@ -300,8 +291,8 @@ class Controller:
         return plan.is_probe
 
     def _fastest(self, trees: list[list[float]], plan: Plan) -> list[list[int]]:
-        """Rows of each tree that give the best expected rate, if it beats plain; else a probe, or
-        what beats plain now that asking is paid for.
+        """Rows of each tree that give the best expected rate, if it beats plain, be it only since
+        asking is paid for; else a probe.
 
         Args:
             trees: Chances of the rows of each tree.

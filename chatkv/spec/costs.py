@@ -98,13 +98,15 @@ class DraftCosts:
         Args:
             ahead: The tree was begun behind the step before.
         """
-        times = None if ahead else self._times.get(asked)
-        times = times or (self._ahead if ahead or asked else ())
-        return median(times) if times else 0.0
+        if ahead:
+            return self.ahead_ms
+        times = self._times.get(asked)
+        return median(times) if times else (self.ahead_ms if asked else 0.0)
 
-    def most(self, default: float) -> float:
-        """Of the dearest way of asking; `default` while none that takes time is known."""
-        return max((self.ms(asked) for asked in self._times if asked), default=default)
+    @property
+    def ahead_ms(self) -> float:
+        """Of taking a tree that was begun behind the step before; 0 while that is not known."""
+        return median(self._ahead) if self._ahead else 0.0
 
     def observe(self, asked: tuple[str, ...], ms: float, *, ahead: bool = False) -> None:
         """Drafting took this long."""
