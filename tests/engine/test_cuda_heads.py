@@ -115,6 +115,7 @@ def test_drafted_is_plain_ids_and_bytes(
     monkeypatch.setattr(GrownTree, "settle", lambda tree: unseen.append(tree) or settle(tree))
     for spec, names in (
         ("tree:15", ("heads",)),
+        ("tree:40", ("ngram", "heads")),
         ("auto", ("auto",)),
         ("chain:3", ("heads",)),
     ):
@@ -126,6 +127,9 @@ def test_drafted_is_plain_ids_and_bytes(
         for (ids, rows), (plain_ids, plain_rows) in zip(got, expected, strict=True):
             assert ids == plain_ids
             assert torch.equal(rows.view(torch.uint8), plain_rows.view(torch.uint8))
+        if spec == "tree:40" and temperature == 0:
+            beside = {id(tree): tree for tree in unseen if tree.others is not None}
+            assert len(beside) > 4
         if spec == "tree:15":  # the others go by the clock, or want fewer rows than the tree has
             assert engine.drafting.controller.stats.tau > 1.3
             assert len({id(tree) for tree in unseen}) > 40
