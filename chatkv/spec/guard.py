@@ -21,6 +21,9 @@ CONTROL_STEPS = 64
 """One step in so many is plain, to know what plain costs now."""
 CLEAR, CLEAR_STEPS = 1.25, 256
 """Measured rate over plain from which one in so many is enough."""
+HICCUP, HICCUPS = 8.0, 8
+"""Times the median from which a step was held up by something else, if no more than one in so many
+was: the first of their kind are compiled and captured."""
 
 
 class WallClockGuard:
@@ -40,7 +43,8 @@ class WallClockGuard:
         self._plain_ms: deque[float] = deque(maxlen=9)
         self._since_control = CONTROL_STEPS
         self._sequences = 1
-        self._tokens, self._ms = 0, 0.0
+        self._drafted: list[tuple[int, float]] = []
+        """(tokens, milliseconds) of the drafted steps since the last look."""
 
     @property
     def wants_control(self) -> bool:
@@ -58,7 +62,7 @@ class WallClockGuard:
             self._sequences = sequences
             self._plain_ms.clear()
             self._since_control = CLEAR_STEPS
-            self._tokens, self._ms = 0, 0.0
+            self._drafted.clear()
 
     def wake(self) -> None:
         """End a rest."""
@@ -71,8 +75,7 @@ class WallClockGuard:
             "in_a_row": self._in_a_row,
             "plain_ms": list(self._plain_ms),
             "since_control": self._since_control,
-            "tokens": self._tokens,
-            "ms": self._ms,
+            "drafted": [list(step) for step in self._drafted],
         }
 
     def recall(self, known: Mapping[str, Any]) -> None:
@@ -80,7 +83,7 @@ class WallClockGuard:
         self.rest_tokens, self._in_a_row = int(known["rest_tokens"]), int(known["in_a_row"])
         self._plain_ms.extend(float(ms) for ms in known["plain_ms"] if ms > 0)
         self._since_control = int(known["since_control"]) if self._plain_ms else CONTROL_STEPS
-        self._tokens, self._ms = int(known["tokens"]), float(known["ms"])
+        self._drafted = [(int(tokens), float(ms)) for tokens, ms in known["drafted"]]
 
     def observe(self, step: StepRecord) -> None:
         """Measure a step, and look at the sums once enough tokens were drafted."""
@@ -90,15 +93,19 @@ class WallClockGuard:
             self._plain_ms.append(step.wall_ms - step.draft_ms)
             self._since_control = 0
             return
-        self._tokens += step.tokens
-        self._ms += step.wall_ms
-        if self._tokens >= GUARD_TOKENS and self._plain_ms and self._ms > 0:
-            self._look()
+        self._drafted.append((step.tokens, step.wall_ms))
+        if sum(tokens for tokens, _ in self._drafted) >= GUARD_TOKENS:
+            if self._plain_ms and step.wall_ms > 0:
+                self._look()
+            self._drafted.clear()
 
     def _look(self) -> None:
         plain_rate = self._sequences / median(self._plain_ms)
-        self.measured = self._tokens / self._ms / plain_rate
-        self._tokens, self._ms = 0, 0.0
+        usual = HICCUP * median(ms for _, ms in self._drafted)
+        steady = [(tokens, ms) for tokens, ms in self._drafted if ms <= usual]
+        if HICCUPS * (len(self._drafted) - len(steady)) > len(self._drafted):
+            steady = self._drafted
+        self.measured = sum(t for t, _ in steady) / sum(ms for _, ms in steady) / plain_rate
         if self.measured >= GUARD_BAR:
             self._in_a_row = 0
         elif self.strikes:

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, cast
 
-FORMAT = 2
+FORMAT = 3
 INTERVAL_S = 60.0
 """Between two writes, but for the last one."""
 

@@ -139,6 +139,17 @@ def test_guard_sees_what_the_model_of_costs_does_not():
     assert slow.ms - late[0] <= 1.04 * (slow.tokens - late[1]) * plain_ms  # rests get longer
 
 
+def test_a_step_that_something_else_held_up_is_no_reason_to_rest():
+    """As the first of a size on a device, which is compiled and captured. Many are."""
+    for every, rests in ((40, False), (5, True)):
+        controller = Controller(FLAT)
+        fast = Machine(controller, FLAT, lambda _: 0.9)
+        for turn in range(200):
+            fast.hidden_ms = 400.0 if turn % every == 3 else 0.0
+            fast.step()
+        assert (controller.guard.rest_tokens > 0) == rests
+
+
 def test_guard_holds_for_pinned_shapes_too():
     slow = machine(LINEAR, LINEAR, 0.0, "chain:3")
     slow.run(1000)
