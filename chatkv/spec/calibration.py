@@ -14,6 +14,7 @@ KEEP = 0.5 ** (1 / 300)
 """Half-life of 300 trials: what worked a page ago counts, what worked yesterday fades."""
 DEEPEST = 8
 """Depths beyond this share one row."""
+UNTRIED = (0.0, 0.0)
 
 
 class Calibration:
@@ -29,7 +30,7 @@ class Calibration:
             own: What the source says of it, which counts until it is known better.
         """
         key = (source, min(depth, DEEPEST), score, greedy)
-        hits, tried = self._counts.get(key, (0.0, 0.0))
+        hits, tried = self._counts.get(key, UNTRIED)
         return (hits + PRIOR_TRIALS * own) / (tried + PRIOR_TRIALS)
 
     def share_right(self, source: str, depth: int, greedy: bool) -> float:
@@ -66,13 +67,13 @@ class Calibration:
         parents: list[int] = tree.parents.tolist()
         bins: list[list[int]] = tree.bins.tolist()
         said: list[float] = tree.chance.tolist()
-        sources, depths = tree.sources, tree.depths
-        for row, parent in enumerate(parents[1:], start=1):
-            best = 0.0
-            own = said[row] / max(said[parent], 1e-9)
+        sources, depths, counts = tree.sources, tree.depths, self._counts
+        for row in range(1, len(parents)):
+            best, parent, depth = 0.0, parents[row], min(depths[row], DEEPEST)
+            own = PRIOR_TRIALS * said[row] / max(said[parent], 1e-9)
             for source, score in zip(sources, bins[row], strict=True):
-                if score:
-                    rate = self.rate(source, depths[row], score, greedy, own)
-                    best = rate if rate > best else best
+                if score:  # as `rate` has it: this is done for all rows at every step
+                    hits, tried = counts.get((source, depth, score, greedy), UNTRIED)
+                    best = max(best, (hits + own) / (tried + PRIOR_TRIALS))
             chance.append(chance[parent] * best)
         return chance

@@ -106,16 +106,15 @@ class Controller:
             tree.runs_beside = others is not None and self._takes_whole(tree, len(others) - 1)
             return tree.runs_beside
         chances = self.calibration.chances(others, plan.greedy[0])
-        own, most = self.unseen.tokens, self.costs.sizes[-1] - tree.size + 1
+        most = self.costs.sizes[-1] - tree.size + 1
         if most < 2:
-            return sum(chances) <= own
+            return sum(chances) <= self.unseen.tokens
         if len(others) > most:
             others = tree.beside = others.best(most, chances)
             chances = self.calibration.chances(others, plan.greedy[0])
-        gain, ahead_ms = self.unseen.beyond(chances[1:], others.depths[1:]), self.drafts.ahead_ms
-        rows = (tree.size, tree.size + len(others) - 1)
-        own_ms, both_ms = [(self.costs.ms(count) or 0.0) + ahead_ms for count in rows]
-        tree.runs_beside = (own + gain) * own_ms > own * both_ms
+        sizes, ahead_ms = (tree.size, tree.size + len(others) - 1), self.drafts.ahead_ms
+        ms = [(self.costs.ms(rows) or 0.0) + ahead_ms for rows in sizes]
+        tree.runs_beside = self.unseen.gains(chances[1:], others.depths[1:]) * ms[0] > ms[1]
         return True
 
     def _pruned(self, trees: Sequence[DraftTree], plan: Plan) -> list[DraftTree]:
@@ -147,12 +146,15 @@ class Controller:
         if plan is None:
             return
         self._learn(plan, accepted)
-        if step.drafted and _is_whole(plan) and step.rows == len(settled(plan.proposed[0])):
+        unseen = step.drafted and _is_whole(plan)
+        if unseen and step.rows == len(settled(plan.proposed[0])):
             self.unseen.add(step.tokens)
         self.stats.add(step)
         self._recent.append(step)
         self._idle.spend(step.wall_ms)
-        self.costs.observe(step.rows, step.verify_ms, plain=not step.drafted)
+        # A device's step has a few sizes, and none between them.
+        rows = self.costs.size_for(step.rows) if unseen else step.rows
+        self.costs.observe(rows, step.verify_ms, plain=not step.drafted)
         if plan.asks:
             self.drafts.observe(plan.asked, step.draft_ms, ahead=_is_whole(plan))
             if step.drafted and plan.asked:

@@ -39,9 +39,11 @@ class CostTable:
 
     def ms(self, rows: int) -> float | None:
         """Expected time of a pass; None beyond the largest measured size."""
-        if rows in self._now:
-            return self._now[rows]
-        return next((ms for size, ms in self._now.items() if size >= rows), None)
+        return self._now.get(rows) or self._now.get(self.size_for(rows))
+
+    def size_for(self, rows: int) -> int:
+        """The smallest measured size that holds so many rows; 0 if none does."""
+        return next((size for size in self.sizes if size >= rows), 0)
 
     def observe(self, rows: int, ms: float, *, plain: bool) -> None:
         """A real pass took this long. Sizes that are not in the table teach nothing."""

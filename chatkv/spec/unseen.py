@@ -40,19 +40,20 @@ class UnseenTrees:
         self._gained.clear()
         self.add()
 
-    def beyond(self, chances: Iterable[float], depths: Iterable[int]) -> float:
-        """Tokens that other guesses are expected to add to such a tree: those right where its path
-        has ended.
+    def gains(self, chances: Iterable[float], depths: Iterable[int]) -> float:
+        """Tokens expected with other guesses beside such a tree over those without: they add those
+        that are right where its path has ended.
 
         Args:
             chances: Of each guess's path.
             depths: From 1 on.
         """
         reach = self._reach
-        return sum(
+        more = sum(
             chance * (1 - reach.get(depth, 0.0))
             for chance, depth in zip(chances, depths, strict=True)
         )
+        return 1 + more / self.tokens
 
     def to_json(self) -> list[int]:
         """All that is remembered."""

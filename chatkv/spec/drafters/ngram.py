@@ -61,25 +61,34 @@ class NgramDrafter:
         if length < SHORTEST_MATCH or max_rows < 2:
             return DraftTree.root(root)
         ids, parents, chance, bins = [root], [0], [1.0], [0]
-        parent = 0
+        parent, trust, alone = 0, length / (length + 2), score_bin(length, 1.0)
+        following, count = automaton.next, automaton.count
         for depth in range(min(2 * length, MAX_DEPTH)):
-            followers = automaton.followers(state)
-            while not followers and automaton.length[automaton.link[state]] >= SHORTEST_MATCH:
+            while (
+                not following[state] and automaton.length[automaton.link[state]] >= SHORTEST_MATCH
+            ):
                 # The end of the text, as in a loop: go on from a shorter match.
                 state = automaton.link[state]
-                followers = automaton.followers(state)
-            if not followers or len(ids) >= max_rows:
+            if not following[state] or len(ids) >= max_rows:
                 break
-            total = sum(automaton.count[below] for _, below in followers)
-            trust = length / (length + 2)
             row = len(ids)
-            for token, below in followers[: MAX_BRANCHES if depth == 0 else 1]:
-                share = automaton.count[below] / total
+            if len(following[state]) == 1:  # as most often, and this is asked at every step
+                ((token, state),) = following[state].items()
                 ids.append(token)
                 parents.append(parent)
-                chance.append(chance[parent] * share * trust)
-                bins.append(score_bin(length, share))
-            parent, state = row, followers[0][1]
+                chance.append(chance[parent] * trust)
+                bins.append(alone)
+            else:
+                followers = automaton.followers(state)
+                total = sum(count[below] for _, below in followers)
+                for token, below in followers[: MAX_BRANCHES if depth == 0 else 1]:
+                    share = count[below] / total
+                    ids.append(token)
+                    parents.append(parent)
+                    chance.append(chance[parent] * share * trust)
+                    bins.append(score_bin(length, share))
+                state = followers[0][1]
+            parent = row
         return DraftTree.of(ids, parents, chance, bins, self.name).best(max_rows)
 
 
