@@ -82,11 +82,13 @@ class TokenIndex:
 
         At most four places, newest first; four to 32 ids match.
         """
-        newest = tokens[-LONGEST:]
-        if len(newest) < KEY or not self._size:
+        if len(tokens) < KEY or not self._size:
             return []
+        places: list[int] = self._table[_row(tokens[-KEY:])].tolist()
+        if not places[-1]:  # of the newest
+            return []
+        newest = tokens[-LONGEST:]
         words, found = self._words, list[tuple[int, int]]()
-        places: list[int] = self._table[_row(newest[-KEY:])].tolist()
         for place in reversed(places):
             length = 0
             before: list[int] = words[max(0, place - len(newest)) : place].tolist()
