@@ -68,7 +68,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def broken(monkeypatch):
     """A step that keeps the first guess whatever the model chose."""
-    from chatkv import engine
+    from chatkv.spec import proposal
 
     def verify(tree, pick):
         below = tree.children(0)
@@ -77,8 +77,8 @@ def broken(monkeypatch):
             return gained
         return dataclasses.replace(gained, tokens=(int(tree.tokens[below[0]]),), rows=(0,))
 
-    real = engine.verify
-    monkeypatch.setattr(engine, "verify", verify)
+    real = proposal.verify
+    monkeypatch.setattr(proposal, "verify", verify)
 
 
 def pair(prompt, plain_ms, drafted_ms, *, tokens=10, repeats=False, steps=5):
