@@ -51,7 +51,7 @@ class DeviceRows:
 
     def leave(self) -> None:
         """Their place is about to be overwritten."""
-        self.tapped, self.rows = _picked(self.tapped, self.rows), range(len(self.rows))
+        self.tapped, self.rows = picked(self.tapped, self.rows), range(len(self.rows))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,7 +64,7 @@ class DeviceRows:
         return rows.cpu().numpy().astype(dtype or np.float32, copy=bool(copy))
 
 
-def _picked(tapped: Tensor, rows: Sequence[int]) -> Tensor:
+def picked(tapped: Tensor, rows: Sequence[int]) -> Tensor:
     """[taps, rows, H], a copy."""
     first = rows[0]
     if list(rows) == list(range(first, first + len(rows))):

@@ -15,10 +15,11 @@ from chatkv.spec.calibration import Calibration
 from chatkv.spec.costs import CostTable, DraftCosts
 from chatkv.spec.explain import explain
 from chatkv.spec.guard import WallClockGuard
+from chatkv.spec.lessons import Lessons
 from chatkv.spec.plain_state import PlainState
 from chatkv.spec.plan import Kind, Plan, Shape
 from chatkv.spec.proposal import GrownTree, Proposal, settled
-from chatkv.spec.stats import DraftStats, StepRecord, follow
+from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.tree import MAX_DEPTH, MAX_ROWS, DraftTree
 from chatkv.spec.unseen import UnseenTrees
 from chatkv.spec.verify import Accepted
@@ -54,8 +55,7 @@ class Controller:
         self.shape = Shape.parse(mode)
         self._plan: Plan | None = None
         self.unseen = UnseenTrees()
-        self._followed: dict[int, tuple[DraftTree, int]] = {}
-        self._guessed_steps = 0
+        self._lessons = Lessons(self.calibration)
         self.drafts = DraftCosts()
         self._asked: deque[tuple[int, float]] = deque(maxlen=ASKED)
         self._idle = PlainState()
@@ -145,7 +145,7 @@ class Controller:
         plan = plan or self._plan
         if plan is None:
             return
-        self._learn(plan, accepted)
+        self._lessons.learn(plan, accepted)
         unseen = step.drafted and _is_whole(plan)
         if unseen and step.rows == len(settled(plan.proposed[0])):
             self.unseen.add(step.tokens)
@@ -198,7 +198,7 @@ class Controller:
             self.stats,
             self.costs,
             self.guard,
-            guessed=self._guessed_steps > 0,
+            guessed=self._lessons.guessed_steps > 0,
         )
 
     def _decide(self, sequences: int) -> tuple[Kind, int, str]:
@@ -266,6 +266,17 @@ class Controller:
         draft_ms = self.drafts.ms(())
         rate = sum(tokens for tokens, _ in self._asked) / sum(ms for _, ms in self._asked)
         return self._best_count(chances, 1, rate, float("inf"), draft_ms) > 0
+
+    def waits(self, name: str) -> bool:
+        """Whether a tree that can be begun behind this step is waited for in front of it.
+
+        Either way the steps behind have theirs. Until it is known what waiting takes, it is.
+        """
+        plan, ms, wait_ms = self._plan, self.costs.ms(1), self.drafts.ms((name,))
+        if plan is None or plan.kind != "draft" or self.shape.kind != "auto" or ms is None:
+            return True
+        token_ms = (ms + self.drafts.ahead_ms) / self.unseen.tokens
+        return wait_ms - self.drafts.ahead_ms <= ms - token_ms
 
     def draft_cost(self, plan: Plan) -> float:
         """Milliseconds that asking as `plan` did takes; 0 while nothing is known."""
@@ -363,36 +374,6 @@ class Controller:
             self._idle.reset()
         else:
             self._idle.leave()
-
-    def _learn(self, plan: Plan, accepted: Sequence[Accepted]) -> None:
-        """Whole proposals teach, run or not: the model chooses its tokens in any case.
-
-        One proposal a sequence is followed through later steps, so that depths which were never
-        worth a row become known too.
-        """
-        going: dict[int, tuple[DraftTree, int]] = {}
-        proposed = [settled(tree) for tree in plan.proposed] or [None] * len(accepted)
-        for proposal in plan.proposed:
-            if isinstance(proposal, GrownTree) and proposal.beside is not None:
-                outcomes, _ = follow(proposal.beside, 0, accepted[0].tokens)
-                self.calibration.learn(outcomes, plan.greedy[0])
-        for seq_id, tree, gained, greedy in zip(
-            plan.rows, proposed, accepted, plan.greedy, strict=True
-        ):
-            followed = self._followed.get(seq_id)
-            row: int | None = None
-            if followed is not None:
-                outcomes, row = follow(*followed, gained.tokens)
-                self.calibration.learn(outcomes, greedy)
-                if row is not None:
-                    going[seq_id] = (followed[0], row)
-            if tree is not None and len(tree) > 1:
-                outcomes, reached = follow(tree, 0, gained.tokens)
-                self.calibration.learn(outcomes, greedy)
-                self._guessed_steps += 1
-                if row is None and reached is not None:
-                    going[seq_id] = (tree, reached)
-        self._followed = going
 
 
 def _is_whole(plan: Plan) -> bool:

@@ -200,6 +200,7 @@ class GuardedDrafters:
         stays_unseen: Callable[[GrownTree], bool] | None = None,
         enough: Callable[[Sequence[DraftTree]], bool] | None = None,
         affordable: Callable[[str, float | None], int] | None = None,
+        waits: Callable[[str], bool] | None = None,
     ) -> Sequence[Proposal]:
         """One tree for each context: the root alone where nobody has a guess.
 
@@ -211,6 +212,8 @@ class GuardedDrafters:
                 decides whether those run as well.
             enough: Whether these are so good that no drafter which takes time need be asked.
             affordable: Rows for the drafter of that name, which takes so long for each guess.
+            waits: Whether a tree of that drafter which is not there is waited for now, rather than
+                begun behind a step without it.
         """
         found: list[list[DraftTree]] = [[] for _ in contexts]
         for drafter in self.drafters:
@@ -221,6 +224,8 @@ class GuardedDrafters:
         grown = self._grown(contexts, max_rows) if self.reader in asked else None
         if grown is None and asked and self._spare(found, contexts, enough):
             asked = []
+        if grown is None and waits is not None and self._comes_next(contexts):
+            asked = [own for own in asked if own is not self.reader or waits(own.name)]
         for drafter in asked:
             if drafter is not self.reader or grown is None:
                 limits = [min(most, rows[drafter.name]) for most in max_rows]
@@ -298,6 +303,12 @@ class GuardedDrafters:
         for drafter in self.drafters:
             self._try(drafter, [seq_id], lambda d=drafter: d.drop(seq_id))
         self._off = {(name, other) for name, other in self._off if other != seq_id}
+
+    def _comes_next(self, contexts: Sequence[DraftContext]) -> bool:
+        """Whether the next tree of the only sequence can be begun behind the step."""
+        if self._ahead is None or len(contexts) > 1 or contexts[0].sampler.edits_rows:
+            return False
+        return self.ahead(contexts[0].seq_id) is not None
 
     def _grown(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> GrownTree | None:
         """What was begun ahead for the only sequence."""

@@ -99,6 +99,7 @@ class Drafting:
             self.controller.stays_unseen,
             self.controller.enough,
             self.controller.affordable,
+            self.controller.waits,
         )
         plan.asked = self.drafters.asked
         return [

@@ -283,6 +283,46 @@ def test_near_the_end_it_is_waited_for_only_where_it_has_no_place(left, free, ro
     assert (len(tree), isinstance(tree, GrownTree)) == (rows, unseen)
 
 
+class Patient(Grower):
+    """One that can be waited for."""
+
+    waited = 0
+
+    def grow(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[int], list[float]]:
+        self.waited += 1
+        return self.read()
+
+
+def test_a_tree_that_is_not_there_is_begun_behind_a_step_rather_than_waited_for_long():
+    for wait_ms, waits in ((None, True), (0.2, True), (2.0, False)):
+        grower = Patient()
+        heads = HeadsDrafter(grower, (1, 2), grower)
+        drafters = GuardedDrafters([Others(0), heads], vocab_size=200)
+        drafting = Drafting(drafters, FLAT, "auto", guard=False)
+        controller = drafting.controller
+        controller.guard.observe(StepRecord(rows=1, tokens=1, verify_ms=1.0))
+        controller.unseen.add(3, 3)
+        if wait_ms is not None:
+            controller.drafts.observe(("heads",), wait_ms)
+        grower.there = [5, *range(100, 115)]
+        sampler = SimpleNamespace(edits_rows=False, params=SamplingParams(), grammar=None)
+        seq: Any = SimpleNamespace(id=1, tokens=[1, 2, 5], sampler=sampler, max_depth=9)
+        drafting.follow(seq)
+        drafters.read(1, 0, [0, 0])  # type: ignore[arg-type]
+        (tree,) = drafting.propose([seq])
+        assert (grower.waited > 0) == waits
+        assert (len(tree) > 1) == waits
+        drafting.behind([seq])()
+        drafters.observe(1, Accepted((5,), (0,), (5,)))
+        (tree,) = drafting.propose([seq])
+        assert isinstance(tree, GrownTree)
+    for mode in ("tree:15", "none"):
+        controller = Controller(FLAT, mode, guard=False)
+        controller.drafts.observe(("heads",), 2.0)
+        controller.plan([1])
+        assert controller.waits("heads")
+
+
 def test_surer_guesses_of_others_are_joined():
     chain = DraftTree.of([5, 7, 8, 9], [0, 0, 1, 2], [1, 0.9, 0.9, 0.9], source="others")
     controller = Controller(FLAT, guard=False)

@@ -15,10 +15,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from chatkv.models.cuda_decoder import CudaDecoder
-from chatkv.models.device_rows import DeviceRows
+from chatkv.models.device_rows import DeviceRows, picked
 from chatkv.models.logits import Features
 from chatkv.models.staged import Staged
 from chatkv.models.tree_rows import Carried, TreeRows, WalkedRows
@@ -82,6 +81,10 @@ class FusedEagle:
             },
             device,
         )
+        self._given = Staged(
+            {"span": (ints, (2,)), "count": (ints, (1,)), "behind": (ints, (self.window,))}, device
+        )
+        self._places = torch.arange(self.window, dtype=ints, device=device)
         there, taps = self._inputs.device, (len(head.shape.taps), ROWS, head.shape.hidden)
         self._named = NewRows(
             tapped=torch.zeros(taps, device=device),
@@ -222,25 +225,27 @@ class FusedEagle:
 
     @torch.no_grad()
     def _flush(self) -> None:
-        """Store the rows that wait, in launches of their own: many at once after a prompt."""
+        """Store the rows that wait, in launches of their own: many at once after a prompt.
+
+        Nothing waits for the device here: this may happen behind a step.
+        """
         if self._waiting is None:
             return
         memory, start, features, tokens = self._waiting
         self._waiting = None
         self._load(memory)
         count = min(len(tokens), self.window)
-        start, rows = start + len(tokens) - count, list(features.rows)[-count:]
-
-        def numbers(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self._out.device)
-
+        here, there = self._given.begin(), self._given.device
+        here["behind"][:count], here["count"][0] = tokens[-count:], count
+        here["span"][:] = start + len(tokens) - count
+        self._given.send()
         self._fused.store(
             self._own,
             NewRows(
-                tapped=features.tapped[:, rows].contiguous(),
-                path=numbers(range(count)),
-                behind=numbers(tokens[-count:]),
-                count=numbers([count]),
-                span=numbers([start, start]),
+                tapped=picked(features.tapped, features.rows[-count:]).contiguous(),
+                path=self._places[:count],
+                behind=there["behind"],
+                count=there["count"],
+                span=there["span"],
             ),
         )
