@@ -112,9 +112,12 @@ class Controller:
         if len(others) > most:
             others = tree.beside = others.best(most, chances)
             chances = self.calibration.chances(others, plan.greedy[0])
-        sizes, ahead_ms = (tree.size, tree.size + len(others) - 1), self.drafts.ahead_ms
-        ms = [(self.costs.ms(rows) or 0.0) + ahead_ms for rows in sizes]
-        tree.runs_beside = self.unseen.gains(chances[1:], others.depths[1:]) * ms[0] > ms[1]
+        slower = self.unseen.slower
+        if slower is None:
+            sizes, ahead_ms = (tree.size, tree.size + len(others) - 1), self.drafts.ahead_ms
+            own_ms, both_ms = [(self.costs.ms(rows) or 0.0) + ahead_ms for rows in sizes]
+            slower = both_ms / max(own_ms, 1e-9)
+        tree.runs_beside = self.unseen.gains(chances[1:], others.depths[1:]) > slower
         return True
 
     def _pruned(self, trees: Sequence[DraftTree], plan: Plan) -> list[DraftTree]:
@@ -147,8 +150,11 @@ class Controller:
             return
         self._lessons.learn(plan, accepted)
         unseen = step.drafted and _is_whole(plan)
-        if unseen and step.rows == len(settled(plan.proposed[0])):
-            self.unseen.add(step.tokens)
+        if unseen:
+            beside = step.rows > len(settled(plan.proposed[0]))
+            self.unseen.took(step.wall_ms, beside=beside)
+            if not beside:
+                self.unseen.add(step.tokens)
         self.stats.add(step)
         self._recent.append(step)
         self._idle.spend(step.wall_ms)

@@ -1,12 +1,16 @@
-"""What trees gained that were run before anybody had seen them. Knows counts of tokens alone."""
+"""What trees gained that were run before anybody had seen them, and what such steps took. Knows
+tokens and milliseconds."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 KEPT, TRIES = 64, 8
 """Steps that are remembered, and how many of them give an expectation."""
+RECENT, TIMED = 9, 3
+"""Whole steps whose time is remembered, and how many of them tell it."""
 UNKNOWN = 2.0
 """Tokens of such a step before anything is known."""
 
@@ -17,6 +21,7 @@ class UnseenTrees:
     def __init__(self) -> None:
         self._gained: deque[int] = deque(maxlen=KEPT)
         self._reach: dict[int, float] = {}
+        self._times = {beside: deque[float](maxlen=RECENT) for beside in (False, True)}
         self.tokens = UNKNOWN
         """Expected of a step."""
 
@@ -34,6 +39,17 @@ class UnseenTrees:
             depth: sum(gained > depth for gained in self._gained) / count
             for depth in range(1, max(self._gained, default=1))
         }
+
+    def took(self, ms: float, *, beside: bool) -> None:
+        """A whole step, the host's part too, took so long; with others beside the tree or not."""
+        self._times[beside].append(ms)
+
+    @property
+    def slower(self) -> float | None:
+        """Time of a step with others over that of one without; None until both are known."""
+        if min(map(len, self._times.values())) < TIMED:
+            return None
+        return median(self._times[True]) / max(median(self._times[False]), 1e-9)
 
     def clear(self) -> None:
         """What they gained before is not how it is now."""

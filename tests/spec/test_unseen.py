@@ -39,3 +39,14 @@ def test_the_size_that_holds_so_many_rows():
     costs = CostTable({1: 1.0, 4: 1.5, 16: 2.0})
     assert [costs.size_for(rows) for rows in (1, 2, 4, 5, 16, 17)] == [1, 4, 4, 16, 16, 0]
     assert [costs.ms(rows) for rows in (1, 2, 5, 17)] == [1.0, 1.5, 2.0, None]
+
+
+def test_the_clock_tells_what_others_beside_it_take():
+    trees = UnseenTrees()
+    for ms in (1.0, 1.1, 9.0):
+        trees.took(ms, beside=False)
+        assert trees.slower is None
+    for ms in (1.3, 1.2, 1.32):
+        assert trees.slower is None
+        trees.took(ms, beside=True)
+    assert trees.slower == pytest.approx(1.3 / 1.1)
