@@ -147,7 +147,7 @@ COMMANDS = (
     Command("exit", "/exit", "leave"),
 )
 
-ALIASES = {"quit": "exit", "q": "exit", "?": "help"}
+ALIASES = {"quit": "exit", "q": "exit", "bye": "exit", "?": "help", "clear": "new"}
 
 _KEY_NAMES = {
     "escape": "Esc", "enter": "Enter", "tab": "Tab", "up": "Up", "down": "Down", "home": "Home",

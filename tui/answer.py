@@ -22,7 +22,7 @@ from chatkv.events import (
 )
 from sessions.port import ChatPort, ContextView, Preview, TurnView
 from tui.output import size
-from tui.turns import spans
+from tui.turns import spans, which_turns
 
 NO_REPLY = "no reply; the model does not see this turn"
 """What is said of a turn that ended before its reply began."""
@@ -60,7 +60,7 @@ def _closing(events: Iterator[Event]) -> Iterator[None]:
 
 def moment(event: ForgetEvent | RecallEvent) -> str:
     """What went out of the model's sight, or came back, in one line."""
-    which = f"turns {spans(list(event.turns))}" if event.turns else "part of the conversation"
+    which = which_turns(event.turns) if event.turns else "part of the conversation"
     sizes = f"{event.live_before:,} to {event.live_after:,} of {event.limit:,} in sight"
     if isinstance(event, RecallEvent):
         return f"{which} came back into the model's context ({event.num_tokens:,} tokens; {sizes})"
@@ -73,15 +73,15 @@ def moment(event: ForgetEvent | RecallEvent) -> str:
 
 def summarizing(event: Summarizing) -> str:
     """That a summary is being written."""
-    return f"Summing up turns {spans(list(event.turns))} in at most {event.total} tokens ..."
+    return f"Summing up {which_turns(event.turns)} in at most {event.total} tokens ..."
 
 
 def missing(view: ContextView) -> list[str]:
     """One line about what the model does not see, if there is anything."""
     if not view.missing:
         return []
-    which = spans(list(view.missing))
-    return [f"The model does not see turns {which} ({view.forgotten_tokens:,} tokens)."]
+    which = which_turns(view.missing)
+    return [f"The model does not see {which} ({view.forgotten_tokens:,} tokens)."]
 
 
 def error_of(failed: Failed) -> ChatKVError:

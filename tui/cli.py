@@ -176,3 +176,7 @@ def _as_ours(error: click.ClickException) -> ChatKVError:
     if "unexpected extra argument" in message:
         hint = f'Put a prompt of several words in quotes: {command} "..."'
     return UsageError(message, hint=hint)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from chatkv.errors import UnknownSession, UsageError
 from sessions.port import ChatPort, TurnView
+from tui.turns import plural
 from tui.wiring import Workspace
 
 LAST = "@last"
@@ -101,5 +102,6 @@ def find_turn(chat: ChatPort, number: str | int) -> TurnView:
         if turn.number == wanted:
             return turn
     raise UnknownSession(
-        f"{chat.name or chat.id} has no turn {number}.", hint=f"It has {len(turns)} turns."
+        f"{chat.name or chat.id} has no turn {number}.",
+        hint=f"It has {plural(len(turns), 'turn')}.",
     )

@@ -24,9 +24,17 @@ def text(raw: Any) -> str:
     return raw
 
 
-def whole(low: int, high: int = 2**63 - 1) -> Callable[[Any], int]:
+MOST = 2**63 - 1
+"""The largest number that a store or an engine takes."""
+MOST_GUESSED = 62
+"""Rows that a drafting mode may name."""
+
+
+def whole(low: int, high: int = MOST) -> Callable[[Any], int]:
     """A whole number from `low` to `high`."""
     wants = f"must be a whole number of {low} or more"
+    bound = f"must be a whole number from {low} to {high}"
+    wants = wants if high == MOST else bound
 
     def read(raw: Any) -> int:
         if isinstance(raw, bool | float) or not isinstance(raw, int | str):
@@ -36,7 +44,7 @@ def whole(low: int, high: int = 2**63 - 1) -> Callable[[Any], int]:
         except ValueError:
             raise ValueError(wants) from None
         if not low <= value <= high:
-            raise ValueError(wants)
+            raise ValueError(wants if value < low else bound)
         return value
 
     return read
@@ -90,9 +98,10 @@ def device(raw: Any) -> str:
 
 def mode(raw: Any) -> str:
     """A drafting mode."""
-    if not isinstance(raw, str) or not SPEC_MODES.fullmatch(raw):
-        raise ValueError("must be none, auto, chain:N or tree:N")
-    return raw
+    match = SPEC_MODES.fullmatch(raw) if isinstance(raw, str) else None
+    if not match or int(match[2] or 1) > MOST_GUESSED:
+        raise ValueError(f"must be none, auto, chain:N or tree:N with N from 1 to {MOST_GUESSED}")
+    return match[0]
 
 
 def names(raw: Any) -> tuple[str, ...]:
@@ -135,7 +144,7 @@ def texts(raw: Any) -> tuple[str, ...]:
     """A list of texts, each as it stands."""
     parts = [raw] if isinstance(raw, str) else raw
     if not isinstance(parts, list | tuple) or not all(isinstance(p, str) and p for p in parts):
-        raise ValueError("must be a list of texts")
+        raise ValueError("must be a list of texts, none of them empty")
     return tuple(parts)
 
 
@@ -165,12 +174,17 @@ def grammar(raw: Any) -> str | None:
 
 
 def size(raw: Any) -> int:
-    """Bytes, also as `4GiB`."""
-    units = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    """Bytes, also as `4GiB` or `4G`, which are the same, or `4GB`, which is a little less."""
+    units = {"": 1}
+    for power, letter in enumerate("kmgt", 1):
+        units |= {f"{letter}ib": 1024**power, letter: 1024**power, f"{letter}b": 1000**power}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(raw).lower())
     if isinstance(raw, bool) or not match or match[2] not in units:
         raise ValueError('must be a size such as "4GiB"')
-    return int(float(match[1]) * units[match[2]])
+    wanted = float(match[1]) * units[match[2]]
+    if wanted > MOST:
+        raise ValueError(f"must be a size up to {MOST} bytes")
+    return int(wanted)
 
 
 def bindings(raw: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ from tui.interrupts import Interrupts, Stopped
 from tui.printers import TextPrinter
 from tui.slash import Slash
 from tui.turn_tree import tree_lines
-from tui.turns import spans, turn_numbers
+from tui.turns import plural, spans, turn_numbers, which_turns
 from tui.wiring import Workspace
 from tui.wording import WAYS_OUT, planned_text, price_text, redact_words
 
@@ -77,6 +77,8 @@ class PlainChat:
                 yield line
 
     def _read(self, prompt: str) -> str | None:
+        if sys.stdin is None:  # closed before we began: a service without input
+            return None
         if not self._interactive:
             row = sys.stdin.buffer.readline()
             return prompt_text.decode(row, "stdin").rstrip("\r\n") if row else None
@@ -209,7 +211,7 @@ class PlainChat:
         else:
             numbers = turn_numbers(line.rest, len(turns))
         self._chat.forget(numbers)
-        output.note(f"From the next turn on the model does not see {spans(numbers)}.")
+        output.note(f"From the next turn on the model does not see {which_turns(numbers)}.")
 
     def _do_recall(self, line: Slash) -> None:
         count = len(self._chat.turns())
@@ -219,7 +221,7 @@ class PlainChat:
         usages = [turn.usage for turn in self._chat.turns()]
         output.note(f"The next turn: {price_text(price, usages)}.")
         self._chat.recall(numbers)
-        output.note(f"From the next turn on the model sees {spans(numbers)} again.")
+        output.note(f"From the next turn on the model sees {which_turns(numbers)} again.")
 
     def _do_pin(self, line: Slash) -> None:
         numbers = turn_numbers(line.rest, len(self._chat.turns()))
@@ -246,7 +248,9 @@ class PlainChat:
         if self._interactive and (self._read(f"{question} [y/N] ") or "").lower() != "y":
             return
         gone = self._chat.redact(ids, purge=purge)
-        output.note(f"Redacted: {spans(list(gone.turns))}; {gone.pages} stored pages deleted.")
+        output.note(
+            f"Redacted: {spans(list(gone.turns))}; {plural(gone.pages, 'stored page')} deleted."
+        )
 
     def _do_copy(self, line: Slash) -> None:
         output.line(find_turn(self._chat, line.rest or -1).reply)

@@ -49,7 +49,7 @@ def assemble(prompt: str | None, files: Sequence[Path] = ()) -> str:
         UsageError: Nothing is left to ask, or a file cannot be read.
     """
     parts = [] if prompt in (None, "-") else [prompt]
-    if not output.is_terminal(sys.stdin) or prompt == "-":
+    if sys.stdin is not None and (prompt == "-" or not output.is_terminal(sys.stdin)):
         parts.append(decode(sys.stdin.buffer.read(), "stdin").rstrip("\n"))
     parts += [_fenced(path) for path in files]
     text = "\n\n".join(part for part in parts if part and part.strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from chatkv.errors import UnknownSession, UsageError
 
@@ -40,11 +41,23 @@ def _place(word: str, count: int) -> int:
     number = int(word)
     place = number + count + 1 if number < 0 else number
     if not 1 <= place <= count:
-        raise UnknownSession(f"There is no turn {word}.", hint=f"This chat has {count} turns.")
+        raise UnknownSession(
+            f"There is no turn {word}.", hint=f"This chat has {plural(count, 'turn')}."
+        )
     return place
 
 
-def spans(numbers: list[int]) -> str:
+def plural(number: int, noun: str) -> str:
+    """`1 turn`, `3 turns`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def which_turns(numbers: Sequence[int]) -> str:
+    """`turn 1`, `turns 1-3, 7`."""
+    return f"turn{'s' if len(set(numbers)) > 1 else ''} {spans(numbers)}"
+
+
+def spans(numbers: Sequence[int]) -> str:
     """`1-3, 7`."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):

@@ -12,7 +12,7 @@ from chatkv.events import ForgetPlanned, Usage
 from sessions.port import ContextView, Moment, Price
 from tui.answer import NO_REPLY
 from tui.safe_text import NOTHING, SafeText, safe_line, safe_text
-from tui.turns import spans
+from tui.turns import plural, spans, which_turns
 
 DAY_S = 86_400
 
@@ -23,11 +23,6 @@ def count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}" if number < 10 * size else f"{number // size}{unit}"
     return str(number)
-
-
-def plural(number: int, noun: str) -> str:
-    """`1 turn`, `3 turns`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def megabytes(done: int, total: int) -> str:
@@ -97,12 +92,12 @@ def redact_words(
     if forks:
         facts.append(SafeText(f"Shared with {', '.join(map(safe_line, forks))}: gone there too."))
     verb = "Redact and purge" if purge else "Redact"
-    return SafeText(f"{verb} turns {spans(list(numbers))}? Nothing brings them back."), facts
+    return SafeText(f"{verb} {which_turns(numbers)}? Nothing brings them back."), facts
 
 
 def moment_text(moment: Moment) -> SafeText:
     """What the rule in the transcript says where turns went out of sight, or came back."""
-    which = f"turn{'s' if len(moment.turns) > 1 else ''} {spans(list(moment.turns))}"
+    which = which_turns(moment.turns)
     tokens = plural(moment.num_tokens, "token")
     if moment.back:
         return SafeText(f"{which} came back into the model's context ({tokens})")
@@ -119,7 +114,7 @@ def missing_text(view: ContextView) -> SafeText:
     """The banner while any turn of the path is out of sight."""
     if not view.missing:
         return NOTHING
-    which = f"turn{'s' if len(view.missing) > 1 else ''} {spans(list(view.missing))}"
+    which = which_turns(view.missing)
     tokens = f" · {view.forgotten_tokens:,} tok" if view.forgotten_tokens else ""
     return SafeText(f"FORGOTTEN {which}{tokens} · the model cannot see them")
 
@@ -137,7 +132,7 @@ def ask_words(plans: Sequence[ForgetPlanned]) -> SafeText:
 def planned_text(plan: ForgetPlanned) -> SafeText:
     """What a turn will put out of sight, with the numbers before and after."""
     turns = sorted({*plan.turns, *plan.partly})
-    which = f"turn{'s' if len(turns) > 1 else ''} {spans(turns)}"
+    which = which_turns(turns)
     return SafeText(
         f"{which} would leave the model's context ({plan.num_tokens:,} tokens; "
         f"{plan.live_before:,} to {plan.live_after:,} of {plan.limit:,})"

@@ -88,14 +88,14 @@ async def test_forget_waits_for_the_next_turn_and_is_taken_back() -> None:
     chats, chat = told()
     async with stage(chats, chat) as on:
         await on.enter("/forget 1-2")
-        await on.shows("From the next turn on the model does not see 1-2.")
+        await on.shows("From the next turn on the model does not see turns 1-2.")
         await on.shows("next turn forgets 1-2: /context")
         await on.enter("/forget --before 3")
         await on.until(lambda: chats.calls.count("forget [1, 2]") == 2)
         await on.enter("/recall 1")
-        await on.shows("Bring back turns 1?", "read from disk")
+        await on.shows("Bring back turn 1?", "read from disk")
         await on.press("y")
-        await on.shows("From the next turn on the model sees 1 again.")
+        await on.shows("From the next turn on the model sees turn 1 again.")
 
 
 async def test_recall_shows_its_price_before() -> None:

@@ -19,7 +19,7 @@ async def test_a_turn_is_redacted_after_a_question_that_names_the_forks() -> Non
     chats, chat = _told()
     async with stage(chats, chat) as on:
         await on.enter("/redact 2")
-        await on.shows("Redact turns 2? Nothing brings them back.", "Shared with ada-notes:side")
+        await on.shows("Redact turn 2? Nothing brings them back.", "Shared with ada-notes:side")
         await on.press("y")
         await on.shows(
             "Redacted: 2 (200 tokens).",

@@ -120,10 +120,10 @@ def test_ask_says_on_stderr_what_left_and_later_what_is_missing(chatkv, chats):
     chats.script = forgetting
     ran = chatkv("ask", "hi")
     assert ran.out.strip() == "ok"
-    assert "turns 1 left the model's context (10 tokens, policy turns" in ran.err
+    assert "turn 1 left the model's context (10 tokens, policy turns" in ran.err
     assert "4,000 to 3,990 of 4,096 in sight" in ran.err
     chats.script = lambda chat, text: iter([Delta("ok", (1,))])
-    assert "The model does not see turns 1 (10 tokens)." in chatkv("ask", "-c", "more").err
+    assert "The model does not see turn 1 (10 tokens)." in chatkv("ask", "-c", "more").err
     assert "does not see" not in chatkv("ask", "-c", "more", "-q").err
 
 
@@ -145,7 +145,7 @@ def test_ask_says_that_a_summary_is_written(chatkv, chats):
     )
     flags = ("ask", "hi", "--on-overflow", "summarize:ask=no")
     ran = chatkv(*flags)
-    assert ran.err.count("Summing up turns 1 in at most 22 tokens") == 1
+    assert ran.err.count("Summing up turn 1 in at most 22 tokens") == 1
     assert "(90 tokens, a summary stands for them; 4,000 to 3,930" in ran.err
     lines = chatkv(*flags, "--jsonl").lines
     kinds = [line["type"] for line in lines if line["type"] != "prefill"]
@@ -175,7 +175,7 @@ def test_the_policy_comes_from_the_flag_and_stays_with_the_chat(chatkv, chats):
         ("oldest:drop_tokens=5", "drop_tokens is 5"),
         ("turns:high=1", "no parameter 'high'"),
         ("ask", "needs a screen"),
-        ("summarize", "or summarize with ask=no"),
+        ("summarize", "or summarize:ask=no"),
         ("summarize:force=perhaps", "not yes or no"),
     ],
 )

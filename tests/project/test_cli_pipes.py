@@ -47,3 +47,27 @@ def test_no_stdout_is_no_error():
     )
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [("ask", 2, b"chatkv: The prompt is empty."), ("chat --plain", 0, b"")],
+)
+def test_no_stdin_is_no_input(tmp_path, args, code, said):
+    program = f"exec {PROGRAM[0]} -c 'from tui.cli import main; main()'"
+    process = subprocess.Popen(
+        ["sh", "-c", f"{program} --data-dir {tmp_path} {args} <&-"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    _, told = process.communicate(timeout=120)
+    assert (process.returncode, told.partition(b"\n")[0]) == (code, said), told
+
+
+@pytest.mark.parametrize("module", ["tui", "tui.cli"])
+def test_python_m_is_the_program(module):
+    shown = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, cwd=ROOT, timeout=30
+    )
+    assert (shown.returncode, shown.stdout[:7], shown.stderr) == (0, b"chatkv ", b"")

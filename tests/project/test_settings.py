@@ -95,6 +95,8 @@ def test_unknown_keys_name_the_line_and_the_nearest(tmp_path, text, line, near):
         "spec.mode = 'tree'",
         "spec.drafters = 'ngram,,'",
         "kv.disk_max = '4 gigs'",
+        f"kv.disk_max = '{'9' * 400}'",
+        "kv.host_max = '9000000000G'",
         "kv.codec = 'zip'",
         "ui.ascii = 'maybe'",
         "model = ''",
@@ -108,6 +110,31 @@ def test_unreadable_values_name_the_line(tmp_path, text):
         load(config=str(path), env={})
     assert "line 2" in error.value.hint
     assert text.split(" ")[0] in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("256M", 256 << 20), ("4GiB", 4 << 30), ("4GB", 4 * 10**9), ("1.5k", 1536), ("0", 0)],
+)
+def test_sizes_as_people_write_them(text, num_bytes):
+    assert load({"kv.host_max": text}, env={})["kv.host_max"] == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "wanted"),
+    [
+        ("sampling.max_tokens", str(2**63), f"a whole number from 1 to {2**63 - 1}"),
+        ("sampling.logprobs", "21", "a whole number from 0 to 20"),
+        ("sampling.logprobs", "-1", "a whole number from 0 to 20"),
+        ("sampling.max_tokens", "0", "a whole number of 1 or more"),
+        ("spec.mode", "tree:63", "tree:N with N from 1 to 62"),
+        ("sampling.stop", "", "none of them empty"),
+    ],
+)
+def test_a_value_out_of_range_is_told_the_range(key, raw, wanted):
+    with pytest.raises(ConfigError) as error:
+        schema.read(key, raw)
+    assert error.value.message.endswith(f"{wanted}.")
 
 
 @pytest.mark.parametrize("data", [b"model =", b"\xff\xfe", b"[profiles]\nx = 1\n"])

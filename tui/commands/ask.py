@@ -147,10 +147,9 @@ def ask(
 
 
 def _unanswered(policy: str) -> ConfigError:
-    ways = "" if policy in ANSWERS else ", or summarize with ask=no"
     return ConfigError(
         f"on_overflow {policy} needs a screen to answer at.",
-        hint=f"Here use error, turns, oldest or window{ways}.",
+        hint="Here use error, turns, oldest, window or summarize:ask=no.",
     )
 
 

@@ -14,6 +14,7 @@ from tui import answer, output, wiring
 from tui.command import TEXT, Command, Globals, json_option
 from tui.conversation import find_turn
 from tui.turn_tree import tree_lines
+from tui.turns import plural
 
 SORTS = {
     "updated": lambda row: -row.updated_at,
@@ -124,7 +125,7 @@ def fork(found: Globals, ref: str, at: str | None, name: str, as_json: bool) -> 
         _say(
             found,
             as_json,
-            f"{made.name}:{made.fork_name} ({made.id[:12]}) shares {shared} turns.",
+            f"{made.name}:{made.fork_name} ({made.id[:12]}) shares {plural(shared, 'turn')}.",
             session=made.id,
             name=made.name,
             fork=made.fork_name,

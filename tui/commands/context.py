@@ -13,7 +13,7 @@ from tui import output, wiring
 from tui.command import Command, Globals, json_option
 from tui.commands.chats import id_argument
 from tui.commands.redact import NEGATIVE, turns_argument
-from tui.turns import spans, turn_numbers
+from tui.turns import spans, turn_numbers, which_turns
 
 
 @click.command(cls=Command, short_help="What the model sees of a chat.")
@@ -137,7 +137,7 @@ def _change(
     if as_json:
         output.write_json({"session": chat.id, name: numbers, "context": context_json(view)})
     else:
-        found.note(f"{said} {spans(numbers)}." if numbers else "Nothing is out of its sight.")
+        found.note(f"{said} {which_turns(numbers)}." if numbers else "Nothing is out of its sight.")
         if name == "recalled" and view.kept is not None:
             found.note(f"The next turn: {recall_price(view)}.")
 

@@ -12,7 +12,7 @@ from chatkv.errors import UsageError
 from tui import output, wiring
 from tui.command import TEXT, Command, Globals, json_option
 from tui.commands.chats import id_argument
-from tui.turns import spans, turn_numbers
+from tui.turns import plural, turn_numbers, which_turns
 
 turns_argument = click.argument("turns", metavar="TURNS...", nargs=-1, required=True, type=TEXT)
 NEGATIVE = {"ignore_unknown_options": True}
@@ -63,7 +63,7 @@ def redact(
             }
         )
         return
-    found.note(f"Turns {spans(numbers)} redacted, {gone.pages} stored pages with them.")
+    found.note(f"Redacted {which_turns(numbers)}, and {plural(gone.pages, 'stored page')} with it.")
     for file in gone.files:
         found.note(f"Deleted: {file}")
     if purge:
@@ -89,4 +89,4 @@ def _confirm(
     if versions:
         output.note(f"{versions} other replies to the same prompts go as well.")
     what = "Take from the model and blank the text of" if purge else "Take from the model"
-    output.confirm(f"{what} turns {spans(numbers)}? Nothing brings them back")
+    output.confirm(f"{what} {which_turns(numbers)}? Nothing brings them back")

@@ -23,9 +23,9 @@ from tui.screens.talk import Talk
 from tui.screens.tree import Choice, TreeScreen, open_turn
 from tui.slash import Slash
 from tui.threads import in_thread
-from tui.turns import spans
+from tui.turns import plural, spans, which_turns
 from tui.widgets.turn_view import TurnHead, cards
-from tui.wording import plural, price_text, redact_words, usage_rows
+from tui.wording import price_text, redact_words, usage_rows
 
 AGAIN_S = 2.0
 """A second Ctrl+C within this time quits."""
@@ -223,7 +223,7 @@ class ChatScreen(Talk):
     @work(group="context")
     async def forget(self, numbers: list[int]) -> None:
         """Put turns out of sight from the next turn on."""
-        said = f"From the next turn on the model does not see {spans(numbers)}."
+        said = f"From the next turn on the model does not see {which_turns(numbers)}."
         await self._change(lambda chat: chat.forget(numbers), SafeText(said))
 
     @work(group="context")
@@ -242,9 +242,9 @@ class ChatScreen(Talk):
         except ChatKVError as error:
             self.tell(error)
             return
-        question = SafeText(f"Bring back turns {spans(numbers)}?")
+        question = SafeText(f"Bring back {which_turns(numbers)}?")
         if await self.app.push_screen_wait(Confirm(question, facts)):
-            said = SafeText(f"From the next turn on the model sees {spans(numbers)} again.")
+            said = SafeText(f"From the next turn on the model sees {which_turns(numbers)} again.")
             await self._change(lambda chat: chat.recall(numbers), said)
 
     @work(group="context")
@@ -451,7 +451,9 @@ class ChatScreen(Talk):
         for turn in self.turns:
             if turn.number == wanted:
                 return turn
-        raise UsageError(f"There is no turn {number}.", hint=f"This chat has {len(self.turns)}.")
+        raise UsageError(
+            f"There is no turn {number}.", hint=f"This chat has {plural(len(self.turns), 'turn')}."
+        )
 
     @work(group="change")
     async def set_sampling(self, key: str, value: Any) -> None:

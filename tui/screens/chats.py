@@ -25,9 +25,10 @@ from tui.safe_text import SafeText, safe_line
 from tui.screens.dialogs import AskLine, ask_fork_name
 from tui.screens.tree import TreeScreen, open_turn
 from tui.threads import in_thread
+from tui.turns import plural
 from tui.widgets.prompt import Field
 from tui.widgets.status_bar import KeyLine, Notice, SplitLine, key_hints
-from tui.wording import clip, clock, count, error_text, pad, plural
+from tui.wording import clip, clock, count, error_text, pad
 
 if TYPE_CHECKING:
     from tui.app import ChatApp

@@ -22,8 +22,9 @@ from tui.safe_text import SafeText, safe_line
 from tui.screens.dialogs import ask_fork_name
 from tui.threads import in_thread
 from tui.turn_tree import TreeLine, tree_lines
+from tui.turns import plural
 from tui.widgets.status_bar import KeyLine, Notice, SplitLine, key_hints
-from tui.wording import clip, error_text, plural
+from tui.wording import clip, error_text
 
 if TYPE_CHECKING:
     from tui.app import ChatApp

@@ -12,10 +12,10 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from tui.safe_text import NOTHING, SafeText
+from tui.turns import plural
 from tui.widgets.steady import SteadyScroll
 from tui.widgets.turn_view import Card, TurnHead, split_reply
 from tui.widgets.window import Window
-from tui.wording import plural
 
 P = ParamSpec("P")
 T = TypeVar("T")

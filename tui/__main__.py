@@ -1,0 +1,5 @@
+"""`python -m tui` is `chatkv`."""
+
+from tui.cli import main
+
+main()
