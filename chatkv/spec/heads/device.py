@@ -110,7 +110,7 @@ class FusedHead(DeviceHead):
         head = file.head.to(weights.embedding.device, weights.dtype)
         assert isinstance(head, RecurrentHead)
         self.rows = TreeRows.empty(GROWTH.rows, weights.embedding.device)
-        self._fused = FusedGrower(head, self._vocabulary, GROWTH, pdl=model.layers.pdl)
+        self._fused = FusedGrower(head, self._vocabulary, GROWTH)
 
     def _launch(self, start: Carried, out: Tensor) -> None:
         self._fused.grow(start, out, self.rows)

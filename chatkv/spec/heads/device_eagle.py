@@ -67,8 +67,7 @@ class FusedEagle:
             vocabulary = replace(vocabulary, draft_rows=head.rows)
         model.tap(head.shape.taps, self.window)
         self._graphs, self._head, self._like = model.graphs, head, weights.embedding
-        pdl = model.layers.pdl
-        self._fused = FusedEagleGrower(head, vocabulary, GROWTH, self.window, pdl=pdl)
+        self._fused = FusedEagleGrower(head, vocabulary, GROWTH, self.window)
         self.rows = TreeRows.empty(GROWTH.rows, device)
         self._loaded = self._own = self.new_memory()
         ints, longs = torch.int32, torch.int64

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from chatkv.models.fused_triton import silu
-from chatkv.models.skinny_kernels import ask
 from chatkv.spec.heads.grow_triton import EPS, ROWS
 
 CIRCLE = tl.constexpr(6.283185307179586)
@@ -31,8 +29,7 @@ CIRCLE = tl.constexpr(6.283185307179586)
 def weights_of(line, start, inputs, PARTS: tl.constexpr, WIDE: tl.constexpr):
     """[PARTS, N, WIDE] of the weight rows that begin at line [N], zeros behind the last input.
 
-    A product in parts is short: each warp has its own, and they are added in the end. It is asked
-    for before the kernel in front has ended.
+    A product in parts is short: each warp has its own, and they are added in the end.
     """
     k = start + (tl.arange(0, PARTS)[:, None] * WIDE + tl.arange(0, WIDE)[None, :])[:, None, :]
     return tl.load(line[None, :, None] + k, mask=k < inputs, other=0.0)
@@ -82,7 +79,7 @@ def _two_products(
 def fuse_rows(
     tapped, path, span, count, weight, states, rows, hidden, slots,
     TAPS: tl.constexpr, NORMED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """states [R, H] float32 of new rows = weight [H, TAPS * H] times their taps.
 
@@ -94,11 +91,6 @@ def fuse_rows(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     line = weight + tl.minimum(n, hidden - 1).to(tl.int64) * (TAPS * hidden)
     first_w = weights_of(line, 0, hidden, PARTS, WIDE)
-    if PDL:
-        gdc_launch_dependents()
-        for tap in tl.static_range(1, TAPS):
-            ask(weight, tl.minimum(n, hidden - 1).to(tl.int64), TAPS * hidden, tap * hidden, 512)
-        gdc_wait()
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = m < tl.load(count)
     source = tl.load(path + m, mask=live, other=0).to(tl.int64)
@@ -144,7 +136,7 @@ def store_rows(
     states, path, behind, span, count, embedding, state_norm, token_norm, qkv, turns, keys, values,
     q, last, hidden, eps, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of new rows into their slots, and the queries of the last one.
 
@@ -164,9 +156,6 @@ def store_rows(
     high_w = weights_of(high_at, 0, hidden, PARTS, WIDE)
     state_low_w = weights_of(low_at + hidden, 0, hidden, PARTS, WIDE)
     state_high_w = weights_of(high_at + hidden, 0, hidden, PARTS, WIDE)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     new = tl.load(count)
     total = tl.maximum(new, 1)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -202,7 +191,7 @@ def node_heads(
     states, parents, tokens, span, count, embedding, state_norm, token_norm, qkv, turns, keys,
     values, q, nodes, depth, hidden, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Queries, keys and values of the nodes of a depth below the root.
 
@@ -220,9 +209,6 @@ def node_heads(
     high_w = weights_of(high_at, 0, hidden, PARTS, WIDE)
     state_low_w = weights_of(low_at + hidden, 0, hidden, PARTS, WIDE)
     state_high_w = weights_of(high_at + hidden, 0, hidden, PARTS, WIDE)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     m = tl.arange(0, ROWS)
     live = m < nodes
     parent = tl.load(parents + m, mask=live, other=0).to(tl.int64)
@@ -264,7 +250,7 @@ def attend_nodes(
     q, keys, values, node_keys, node_values, parents, span, count, out, nodes, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, BLOCK_S: tl.constexpr, DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """out [ROWS, HEADS, D]: what nodes see of the stored rows and of their own ancestors.
 
@@ -283,9 +269,6 @@ def attend_nodes(
     node = r // group
     live = node < nodes
     d = tl.arange(0, DIM_PAD)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     stop = tl.load(span + 1) + tl.load(count)
     first = tl.maximum(tl.load(span), stop - WINDOW)
     line = node * HEADS + head * group + r % group
@@ -328,7 +311,6 @@ def attend_nodes(
 def add_nodes(
     states, parents, x, weight, norm, out, nodes, hidden, inputs, eps,
     NORMED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [nodes, H] float32 = state of the parent + weight [H, I] times x [ROWS, I].
 
@@ -339,9 +321,6 @@ def add_nodes(
     row = tl.minimum(n, hidden - 1).to(tl.int64)
     line = weight + row * inputs
     w = weights_of(line, 0, inputs, PARTS, WIDE)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     m = tl.arange(0, ROWS)
     live = m < nodes
     seen = live[:, None] & (n < hidden)[None, :]
@@ -363,7 +342,7 @@ def add_nodes(
 @triton.jit(do_not_specialize=["nodes"])
 def feed_nodes(
     states, norm, gate, up, out, nodes, hidden, inner, eps,
-    BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """out [ROWS, I] = silu(gate z) * up z, z = rms(states [nodes, H]) * norm [H]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -372,9 +351,6 @@ def feed_nodes(
     up_at = up + row * hidden
     gate_w = weights_of(gate_at, 0, hidden, PARTS, WIDE)
     up_w = weights_of(up_at, 0, hidden, PARTS, WIDE)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     m = tl.arange(0, ROWS)
     live = m < nodes
     g, u = _two_products(

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from chatkv.models.launch_options import EXACT, pdl_options
+from chatkv.models.launch_options import EXACT
 from chatkv.models.tree_rows import Carried, TreeRows
 from chatkv.spec.heads import grow_triton as kernels
 from chatkv.spec.heads.grow import DEEPER, Growth, Vocabulary
@@ -36,7 +36,6 @@ class Launch:
     k: int = 0
     warps: int = 4
     stages: int = 4
-    ahead: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,10 @@ class Launches:
     """Read off an H200 for the default model's heads; any other gives the same tree."""
 
     fuse: Launch = Launch(4)
-    gate: Launch = Launch(16, 64)
+    gate: Launch = Launch(8, 64, warps=2)
     down: Launch = Launch(16, 64)
     score: Launch = Launch(64, 64)
-    choose: Launch = Launch(0, warps=8)
+    choose: Launch = Launch(0, warps=4)
     fuse_rows: Launch = Launch(16, warps=8, stages=1)
     heads: Launch = Launch(8, warps=8, stages=1)
     attend: Launch = Launch(512, warps=8, stages=1)
@@ -62,7 +61,6 @@ class TreeGrower(ABC, Generic[HeadT]):
         head: On the device.
         vocabulary: Of its target.
         growth: At most `ROWS` wide.
-        pdl: Kernels start before the one before them has ended.
     """
 
     def __init__(
@@ -71,12 +69,11 @@ class TreeGrower(ABC, Generic[HeadT]):
         vocabulary: Vocabulary,
         growth: Growth,
         *,
-        pdl: bool = False,
         launches: Launches | None = None,
     ) -> None:
         shape, device = head.shape, vocabulary.draft_rows.device
         self.head = head
-        self.vocabulary, self.growth, self.pdl = vocabulary, growth, pdl
+        self.vocabulary, self.growth = vocabulary, growth
         self.launches = launches or Launches()
         width = max(growth.width, 1)
         count = len(vocabulary.draft_ids)
@@ -139,7 +136,7 @@ class TreeGrower(ABC, Generic[HeadT]):
         cut, shape = self.launches.down, self.head.shape
         kernels.down_nodes[(triton.cdiv(shape.hidden, cut.n),)](
             states, parents, self._act, down, self._states[depth + 1], nodes, shape.hidden,
-            shape.inner, BLOCK_N=cut.n, BLOCK_K=turn(shape.inner, cut.k), AHEAD=cut.ahead,
+            shape.inner, BLOCK_N=cut.n, BLOCK_K=turn(shape.inner, cut.k),
             **self._options(cut),
         )  # fmt: skip
 
@@ -150,7 +147,7 @@ class TreeGrower(ABC, Generic[HeadT]):
             start.seed, start.position, start.inverse_t, self._scores, self._keys, self._parts,
             nodes, hidden, count, depth, self.head.shape.eps, NODES=self.nodes if depth else 1,
             CHILDREN=self.growth.children, BLOCKS=self.blocks, BLOCK_N=cut.n,
-            BLOCK_K=turn(hidden, cut.k), AHEAD=cut.ahead, **self._options(cut),
+            BLOCK_K=turn(hidden, cut.k), **self._options(cut),
         )  # fmt: skip
 
     def _choose(
@@ -169,8 +166,7 @@ class TreeGrower(ABC, Generic[HeadT]):
         )  # fmt: skip
 
     def _options(self, cut: Launch) -> dict[str, Any]:
-        options = {"PDL": self.pdl, "num_warps": cut.warps, "num_stages": cut.stages}
-        return {**options, **EXACT, **pdl_options(self.pdl)}
+        return {"num_warps": cut.warps, "num_stages": cut.stages, **EXACT}
 
 
 class FusedGrower(TreeGrower[RecurrentHead]):
@@ -193,7 +189,7 @@ class FusedGrower(TreeGrower[RecurrentHead]):
         kernels.gate_nodes[(triton.cdiv(shape.inner, cut.n),)](
             states, parents, tokens, self.vocabulary.embedding, head.gate, head.up, self._act,
             nodes, shape.hidden, shape.inner, BLOCK_N=cut.n, BLOCK_K=turn(shape.hidden, cut.k),
-            AHEAD=cut.ahead, **self._options(cut),
+            **self._options(cut),
         )  # fmt: skip
         self._down(states, parents, head.down, depth, nodes)
 

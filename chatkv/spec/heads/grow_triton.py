@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from chatkv.models.fused_triton import silu
-from chatkv.models.skinny_kernels import ask
 from chatkv.sampling_triton_math import gumbel
 
 EPS = tl.constexpr(1e-6)
@@ -55,16 +53,13 @@ def place_of(key):
 @triton.jit
 def fuse_taps(
     taps, weight, states, hidden,
-    TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    TAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """states [0] = weight [H, TAPS * H] times the normed taps [TAPS, H]. Grid over blocks of H."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, WIDE)
     inside = (n < hidden)[:, None] & (k < hidden)[None, :]
     line = weight + n[:, None].to(tl.int64) * (TAPS * hidden) + k[None, :]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     total = tl.zeros([BLOCK_N], tl.float32)
     for tap in tl.static_range(TAPS):
         x = tl.load(taps + tap * hidden + k, mask=k < hidden, other=0.0)
@@ -78,7 +73,7 @@ def fuse_taps(
 @triton.jit(do_not_specialize=["nodes"])
 def gate_nodes(
     states, parents, tokens, embedding, gate, up, out, nodes, hidden, inner,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [ROWS, I] = silu(gate z) * up z, z = [rms(state of the parent); rms(embedding)].
 
@@ -90,11 +85,6 @@ def gate_nodes(
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, inner - 1).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        ask(gate, row, 2 * hidden, 0, AHEAD)
-        ask(up, row, 2 * hidden, 0, AHEAD)
-        gdc_wait()
     m = tl.arange(0, ROWS)
     live = m < nodes
     parent = tl.load(parents + m, mask=live, other=0).to(tl.int64)
@@ -132,15 +122,11 @@ def gate_nodes(
 @triton.jit(do_not_specialize=["nodes"])
 def down_nodes(
     states, parents, x, down, out, nodes, hidden, inner,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [nodes, H] float32 = state of the parent + down [H, I] times x [ROWS, I]."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, hidden - 1).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        ask(down, row, inner, 0, AHEAD)
-        gdc_wait()
     m = tl.arange(0, ROWS)
     seen = (m < nodes)[:, None] & (n < hidden)[None, :]
     parent = tl.load(parents + m, mask=m < nodes, other=0).to(tl.int64)
@@ -161,7 +147,7 @@ def score_ids(
     states, gamma, rows, ids, seed, position, inverse_t, scores, keys, parts, nodes, hidden, count,
     depth, eps,
     NODES: tl.constexpr, CHILDREN: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The best of a block of draft ids behind each node, by logit over T plus the target's noise.
 
@@ -178,10 +164,6 @@ def score_ids(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, count - 1).to(tl.int64)
     token = tl.load(ids + row)
-    if PDL:
-        gdc_launch_dependents()
-        ask(rows, row, hidden, 0, AHEAD)
-        gdc_wait()
     key = tl.load(seed)
     heat = tl.load(inverse_t).to(tl.float32)
     place = (tl.load(position) + depth).to(tl.uint32)
@@ -230,7 +212,6 @@ def choose_nodes(
     row_words, nodes, first, next_nodes, deeper,
     NODES: tl.constexpr, CHILDREN: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
     ALL: tl.constexpr, TREE: tl.constexpr, DEPTHS: tl.constexpr, LAST: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """The best children of each node of a depth, and which of them get children. One program.
 
@@ -248,9 +229,6 @@ def choose_nodes(
         first: Number of this depth's first child.
         deeper: Taken from a log for each depth above a node when the tree is chosen.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     node = tl.arange(0, NODES)
     live = node < nodes
     column = tl.arange(0, BLOCKS * CHILDREN)
