@@ -21,7 +21,7 @@ from chatkv.spec.control import Controller
 from chatkv.spec.drafter import GuardedDrafters
 from chatkv.spec.drafters import heads as heads_drafter
 from chatkv.spec.drafters.eagle import EagleDrafter, Held, _usable
-from chatkv.spec.heads import cpu_eagle
+from chatkv.spec.heads import cpu_eagle, cpu_parts
 from chatkv.spec.heads.cpu_eagle import CpuEagle
 from chatkv.spec.heads.file import HeadFile, save, target_of
 from chatkv.spec.heads.grow import EagleCell, Growth, Vocabulary, grow
@@ -111,6 +111,7 @@ def check(held: Held, tokens: list[int]) -> None:
 @pytest.mark.parametrize(("temperature", "source"), [(0.0, "chatkv"), (0.8, "eagle3")])
 def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, temperature, source):
     """Packed products lose what Q8_0 loses. What lies behind the window is not seen."""
+    monkeypatch.setattr(cpu_parts, "GUESSES", "q8")
     monkeypatch.setattr(cpu_eagle, "WINDOW", 32)
     if source == "eagle3":  # imported: taps as they are, rows of its own, another residual
         torch.manual_seed(1)

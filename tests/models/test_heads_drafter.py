@@ -20,6 +20,7 @@ from chatkv.spec.drafter import DraftContext, GuardedDrafters
 from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafters import heads as heads_drafter
 from chatkv.spec.drafters.heads import HeadsDrafter, find_heads, load_heads
+from chatkv.spec.heads import cpu_parts
 from chatkv.spec.heads.cpu import CpuGrower, grower_of
 from chatkv.spec.heads.file import HeadFile, save, target_of
 from chatkv.spec.heads.grow import Growth, RecurrentCell, Vocabulary, grow
@@ -45,8 +46,9 @@ def head_file(decoder: Decoder, kind: Any = "recurrent", draft_ids: int = DRAFT_
     return HeadFile(head, torch.arange(draft_ids) + 3, target)
 
 
-def test_a_tree_is_that_of_the_modules(decoder):
+def test_a_tree_is_that_of_the_modules(decoder, monkeypatch):
     """The packed products lose what Q8_0 loses, so chances are close and the order is kept."""
+    monkeypatch.setattr(cpu_parts, "GUESSES", "q8")
     file = head_file(decoder)
     grower = CpuGrower(file, decoder, depth=2, children=3)
     taps = np.random.default_rng(0).standard_normal((3, decoder.spec.hidden_size))
@@ -143,6 +145,19 @@ def test_what_ships_is_found_by_the_weights_it_was_made_for(decoder, tmp_path, m
     assert find_heads(decoder) == tmp_path / "c.safetensors"  # the better kind
     monkeypatch.setattr(heads_drafter, "KINDS", ("recurrent", "eagle"))
     assert find_heads(decoder) == tmp_path / "b.safetensors"
+
+
+def test_guesses_in_four_bits_are_near_those_in_eight(decoder, monkeypatch):
+    taps: Any = np.random.default_rng(0).standard_normal((40, 3, decoder.spec.hidden_size))
+    found: list[list[Any]] = []
+    for kind in ("q8", "q4"):
+        monkeypatch.setattr(cpu_parts, "GUESSES", kind)
+        grower = CpuGrower(head_file(decoder), decoder, depth=1, children=4)
+        found.append([])
+        for row in taps.astype(np.float32):
+            tokens, _, _ = grower.grow(row, 5, 9, temperature=0, seed=1, max_rows=9)
+            found[-1] += [set(tokens[1:])] if kind == "q8" else tokens[1:2]
+    assert sum(best in known for known, best in zip(*found, strict=True)) > 30
 
 
 def test_kinds_that_do_not_run_here_say_so(decoder):

@@ -7,6 +7,7 @@ only: others rarely win, and noise for all of them would cost what a depth does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import gguf
 import numpy as np
@@ -26,6 +27,8 @@ Floats = npt.NDArray[np.float32]
 FAR = 9.0
 """Guesses whose logit over the temperature is so far below the best one get no noise: each of them
 wins less than once in eight thousand times."""
+GUESSES: Literal["q8", "q4"] = "q4"
+"""Codes of the rows that guess: most of the bytes of a depth, and in four bits as often right."""
 MANY = 4096
 """Outputs from which several threads share a product."""
 LEAST_CHANCE = 0.2
@@ -38,18 +41,21 @@ class Product:
     Args:
         weight: [N, K].
         rows: At once.
+        kind: Of its codes: `q8` or `q4`.
     """
 
-    def __init__(self, weight: Floats, rows: int = 1) -> None:
+    def __init__(self, weight: Floats, rows: int = 1, kind: Literal["q8", "q4"] = "q8") -> None:
         outputs, inputs = weight.shape
-        raw = gguf.quants.quantize(np.ascontiguousarray(weight), gguf.GGMLQuantizationType.Q8_0)
-        packed = pack("Q8_0", raw).reshape(-1)
+        name = {"q8": "Q8_0", "q4": "Q4_1"}[kind]
+        codes_of = gguf.GGMLQuantizationType[name]
+        raw = gguf.quants.quantize(np.ascontiguousarray(weight), codes_of)
+        packed = pack(name, raw).reshape(-1)
         # The kernels read whole cache lines.
         room = np.empty(len(packed) + 64, np.uint8)
         start = -room.ctypes.data % 64
         data = room[start : start + len(packed)]
         data[:] = packed
-        about = np.array(describe(Matrix("q8", 0, outputs, inputs)), np.int64)
+        about = np.array(describe(Matrix(kind, 0, outputs, inputs)), np.int64)
         codes = np.zeros((rows, inputs), np.int16)
         scales = np.zeros((rows, inputs // 32, 2), np.float32)
         self.x = np.zeros((rows, inputs), np.float32)
@@ -83,7 +89,7 @@ class CpuGuesses:
         self._ids = file.draft_ids.numpy().astype(np.int64)
         own = getattr(file.head, "rows", None)
         rows = model.vocabulary_rows(self._ids, of_head=True) if own is None else numbers(own)
-        self._guess = Product(rows)
+        self._guess = Product(rows, kind=GUESSES)
         self.eps = np.float32(file.head.shape.eps)
         self._gamma = numbers(file.head.gamma)
         self._near = np.zeros(len(self._ids), np.int64)
