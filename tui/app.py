@@ -24,6 +24,7 @@ from textual.screen import Screen
 from chatkv.errors import ChatKVError
 from sessions.port import ChatPort, ChatsPort, EnginePort, EngineState
 from tui.actions import bindings
+from tui.chat_view import Waiting
 from tui.glyphs import PlainGlyphs
 from tui.messages import EngineMoved, ReplyEnded, ReplyEvent
 from tui.reply import Reply
@@ -97,6 +98,8 @@ class ChatApp(App[None]):
         self._chat_screen = ChatScreen()
         self._leaving: int | None = None
         """The exit status, once leaving has begun."""
+        self._warned: Waiting | None = None
+        """The message that waited when leaving was asked for."""
         self.animation_level = "none"
         self.theme = theme
         if keys:
@@ -255,6 +258,11 @@ class ChatApp(App[None]):
 
     def action_quit_soon(self) -> None:
         """Leave; a running reply is stopped and saved first. Asked twice, leave at once."""
+        screen = self._chat_screen
+        if screen.waiting is not self._warned and screen.waiting and self._leaving is None:
+            self._warned = screen.waiting
+            screen.say("One message is not sent yet.", "Ctrl+Q again leaves without it.")
+            return
         self.leave(0)
 
     def leave(self, code: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from app.fakes import FakeChats, FakeEngine
 from app.stage import Stage, stage
+from textual import events
+from textual.keys import _character_to_key
 
 from chatkv.errors import ContextFull, EngineLost, StoreBusy
 from chatkv.events import Failed
@@ -53,6 +55,45 @@ async def test_one_message_queues_while_a_reply_runs() -> None:
         await on.idle()
         assert on.chat_screen.prompt.text == "three"
         await on.hides("queued 1")
+
+
+async def test_leaving_says_once_that_a_message_waits() -> None:
+    async with stage(engine=FakeEngine(ready=False)) as on:
+        await on.enter("mind me")
+        await on.press("ctrl+q")
+        await on.shows("One message is not sent yet.", "Ctrl+Q again leaves without it.")
+        assert on.app.is_running
+        await on.press("ctrl+q")
+        await on.until(lambda: on.app.return_code == 0)
+
+
+async def test_a_model_that_loads_for_long_says_why(monkeypatch) -> None:
+    monkeypatch.setattr("tui.screens.layout.SLOW_S", 0.3)
+    async with stage(engine=FakeEngine(ready=False)) as on:
+        on.engine.move("loading")
+        await on.shows("The first start on a")
+        on.engine.become_ready()
+        await on.hides("The first start on a")
+
+
+async def test_what_is_refused_comes_back_into_the_box() -> None:
+    async with stage() as on:
+        await on.enter("/spec tree:99")
+        await on.shows("or tree:N with N from")
+        assert on.chat_screen.prompt.text == "/spec tree:99"
+
+
+async def test_keys_from_before_the_box_had_the_focus_reach_it() -> None:
+    async with stage() as on:
+        on.chat_screen.set_focus(None)
+        keys = [events.Key(_character_to_key(char), char) for char in "hi you"]
+        for key in [*keys, events.Key("ctrl+j", "\n"), events.Key("x", "x")]:
+            on.chat_screen._forward_event(key)
+        on.chat_screen.prompt.focus()
+        await on.until(lambda: "send hi you" in on.chats.calls)
+        await on.until(lambda: on.chat_screen.prompt.text == "x")
+        on.chats.script.finish()
+        await on.idle()
 
 
 async def test_stop_keeps_what_came_and_holds_the_queue() -> None:

@@ -350,9 +350,10 @@ class ChatScreen(Talk):
     async def rename(self, name: str) -> None:
         await self._change(lambda chat: chat.rename(name), NOTHING)
 
-    async def _change(self, act: Callable[[ChatPort], Any], done: SafeText) -> None:
+    async def _change(self, act: Callable[[ChatPort], Any], done: SafeText) -> bool:
+        """Change the chat in a thread and show what came of it. False if it was refused."""
         if self.view is None:
-            return
+            return False
         view = self.view
         try:
             warning = await in_thread(act, view.chat)
@@ -360,7 +361,7 @@ class ChatScreen(Talk):
             shown = await in_thread(cards, fresh.turns)
         except ChatKVError as error:
             self.tell(error)
-            return
+            return False
         if self.view is view:
             self.view = fresh
             self.transcript.mark(shown)
@@ -369,6 +370,7 @@ class ChatScreen(Talk):
         elif done:
             self.say(done)
         self.refresh_lines()
+        return True
 
     @work(group="change")
     async def action_stats(self) -> None:
@@ -459,7 +461,8 @@ class ChatScreen(Talk):
     async def set_sampling(self, key: str, value: Any) -> None:
         """Change a sampling setting."""
         said = SafeText(f"{safe_line(key)} is {safe_line(str(value))} from the next turn on.")
-        await self._change(lambda chat: chat.set(key, value), said)
+        if not await self._change(lambda chat: chat.set(key, value), said):
+            self.give_back(f"/set {key} {value}")
 
     @work(group="change")
     async def set_spec(self, mode: str) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from chatkv.errors import UsageError
-from tui import slash
+from tui import schema, slash
 from tui.safe_text import SafeText, safe_line
 from tui.screens.dialogs import ShowTable
 from tui.screens.help import HelpScreen
@@ -49,7 +49,7 @@ def run_command(screen: ChatScreen, command: Slash) -> None:
         case "set":
             _show_settings(screen)
         case "spec" if rest:
-            screen.set_spec(rest)
+            screen.set_spec(schema.read("spec.mode", rest))
         case "spec":
             screen.explain_spec()
         case "stats":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.containers import Container, Horizontal
 from textual.screen import Screen
@@ -25,6 +25,11 @@ from tui.wording import bar, clip, coming_text, error_text, megabytes, missing_t
 
 if TYPE_CHECKING:
     from tui.app import ChatApp
+
+
+LOADING = ("absent", "starting", "loading")
+SLOW_S = 10.0
+"""A model that loads for longer has kernels to compile, as a rule."""
 
 
 class ChatLayout(Screen[None]):
@@ -57,6 +62,8 @@ class ChatLayout(Screen[None]):
         self.status = StatusBar(id="status")
         self.keys = KeyLine(id="keys")
         self._welcomed = NOTHING
+        self._slow = False
+        """Whether the engine has been loading for long."""
 
     def compose(self) -> ComposeResult:
         yield self.header
@@ -77,7 +84,13 @@ class ChatLayout(Screen[None]):
         self.pill.display = self.banner.display = False
         self.watch(self.transcript, "missed", self._write_pill)
         self.watch(self.transcript, "following", self._write_pill)
+        self.set_timer(SLOW_S, self._say_slow)
         self.refresh_lines()
+
+    def _say_slow(self) -> None:
+        self._slow = True
+        if self.app.engine.state.phase in LOADING:
+            self.engine_moved(self.app.engine.state)
 
     @property
     def chat(self) -> ChatPort | None:
@@ -91,6 +104,19 @@ class ChatLayout(Screen[None]):
     def busy(self) -> bool:
         """Whether a reply of this chat is on its way, up to its last word on the screen."""
         return self.starting or self.live is not None
+
+    # What is typed before the box has the focus.
+
+    def on_key(self, event: events.Key) -> None:
+        """A key from before the first frame goes to the box; those it takes never get here."""
+        if self.focused not in (None, self.prompt):
+            return
+        if event.key in ("enter", "ctrl+j"):
+            event.stop()
+            self.prompt.action_send()
+        elif event.is_printable:
+            event.stop()
+            self.prompt.post_message(events.Key(event.key, event.character))
 
     # Saying.
 
@@ -110,13 +136,15 @@ class ChatLayout(Screen[None]):
                 SafeText(reason), SafeText("F5 starts it again. What was said is saved."),
                 kind="error",
             )  # fmt: skip
-        elif state.phase in ("starting", "loading", "absent"):
+        elif state.phase in LOADING:
             stage = safe_line(state.detail)
             progress = f"loading {stage if stage not in ('', 'loading') else 'the model'}"
             if state.total:
                 blocks = bar(state.done, state.total, 16 if self.size.width >= 60 else 8)
                 progress = f"{progress}  {blocks}  {megabytes(state.done, state.total)}"
-            self.engine_notice.say(SafeText(progress), SafeText("Type now; it is sent when ready."))
+            ways = "Type now; it is sent when ready."
+            ways += " The first start on a machine compiles: a minute or two." if self._slow else ""
+            self.engine_notice.say(SafeText(progress), SafeText(ways))
         else:
             self.engine_notice.clear()
             if state.ready is not None and state.ready.notice and not self.app.said_ready:
