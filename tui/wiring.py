@@ -182,6 +182,7 @@ def run_screen(work: Workspace, chat: ChatPort, *, prompt: str | None, pick: boo
     """
 
     from tui.app import ChatApp
+    from tui.driver import TerminalDriver
 
     settings = work.settings
     app = ChatApp(
@@ -194,6 +195,7 @@ def run_screen(work: Workspace, chat: ChatPort, *, prompt: str | None, pick: boo
         theme=settings["ui.theme"],
         keys=settings["keys"],
         plain_glyphs=settings["ui.ascii"],
+        driver_class=TerminalDriver,
     )
     app.run()
     return app.return_code or 0
