@@ -380,6 +380,8 @@ async def test_slash_commands_that_change_the_chat() -> None:
         await on.shows("new › main")
         await on.enter("/set nonsense 1")
         await on.shows("There is no sampling setting 'nonsense'.")
+        assert on.chat_screen.prompt.text == "/set nonsense 1"
+        on.chat_screen.prompt.clear()
         await on.enter("/spec none")
         await on.shows("Drafting is none")
         await on.enter("/spec")
@@ -391,7 +393,7 @@ async def test_slash_commands_that_change_the_chat() -> None:
         await on.shows("temperature", "0.95")
         await on.press("escape")
         await on.enter("/edit 9")
-        await on.shows("There is no turn 9.", "This chat has 2.")
+        await on.shows("There is no turn 9.", "This chat has 2 turns.")
 
 
 async def test_copy_takes_the_source_of_the_reply() -> None:
