@@ -134,6 +134,8 @@ class ChildEngine:
                 if isinstance(event, Done | Failed):
                     return
         finally:
+            if self.state.phase == "lost":  # nobody is left to stop, and it must stay lost
+                self._running = None
             if self._running is not None:
                 self.cancel()
                 for data in answers:  # the engine takes the next request only after this one's end

@@ -6,6 +6,7 @@ import pytest
 from program import PROMPTS, SAMPLING, say
 from victims import TinyWorker
 
+from chatkv.errors import EngineLost
 from chatkv.events import Failed
 from sessions import client, frames
 from sessions.chat import Chats
@@ -37,3 +38,16 @@ def test_a_conversation_too_large_to_send_is_refused_and_the_chat_goes_on(chats,
     assert say(chat, PROMPTS[1]).usage.cached_tokens > first.usage.prompt_tokens
     (found,) = chats.store.search("x" * 100)
     assert found.role == "user"  # it is not lost
+
+
+def test_an_engine_that_dies_in_a_reply_is_lost_until_it_is_started_again(chats):
+    chat, engine = chats.new(), chats.engine
+    say(chat, PROMPTS[0])
+    answer = chat.send(PROMPTS[1])
+    next(answer)
+    engine._process.kill()
+    with pytest.raises(EngineLost):
+        list(answer)
+    assert engine.state.phase == "lost"
+    engine.start()
+    assert say(chat, PROMPTS[2]).text
