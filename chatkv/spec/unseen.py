@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from statistics import median
 
 KEPT, TRIES = 64, 8
 """Steps that are remembered, and how many of them give an expectation."""
 RECENT, TIMED = 9, 3
 """Whole steps whose time is remembered, and how many of them tell it."""
+AGES = 64
+"""Steps without others after which the oldest time of one with others is forgotten."""
 UNKNOWN = 2.0
 """Tokens of such a step before anything is known."""
 
@@ -22,6 +23,7 @@ class UnseenTrees:
         self._gained: deque[int] = deque(maxlen=KEPT)
         self._reach: dict[int, float] = {}
         self._times = {beside: deque[float](maxlen=RECENT) for beside in (False, True)}
+        self._alone = 0
         self.tokens = UNKNOWN
         """Expected of a step."""
 
@@ -41,15 +43,26 @@ class UnseenTrees:
         }
 
     def took(self, ms: float, *, beside: bool) -> None:
-        """A whole step, the host's part too, took so long; with others beside the tree or not."""
+        """A whole step, the host's part too, took so long; with others beside the tree or not.
+
+        What was slow once is tried again in the end: else the first steps of a size, in which a
+        device makes it ready, would be the last.
+        """
         self._times[beside].append(ms)
+        self._alone = 0 if beside else self._alone + 1
+        if self._alone >= AGES and self._times[True]:
+            self._times[True].popleft()
+            self._alone = 0
 
     @property
     def slower(self) -> float | None:
-        """Time of a step with others over that of one without; None until both are known."""
+        """Time of a step with others over that of one without; None until both are known.
+
+        Each is the shortest of the last few: what held a step up says nothing of the next.
+        """
         if min(map(len, self._times.values())) < TIMED:
             return None
-        return median(self._times[True]) / max(median(self._times[False]), 1e-9)
+        return min(self._times[True]) / max(min(self._times[False]), 1e-9)
 
     def clear(self) -> None:
         """What they gained before is not how it is now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chatkv.spec.costs import CostTable
-from chatkv.spec.unseen import KEPT, TRIES, UNKNOWN, UnseenTrees
+from chatkv.spec.unseen import AGES, KEPT, TIMED, TRIES, UNKNOWN, UnseenTrees
 
 
 def test_others_add_what_is_right_behind_the_end_of_the_path():
@@ -46,7 +46,20 @@ def test_the_clock_tells_what_others_beside_it_take():
     for ms in (1.0, 1.1, 9.0):
         trees.took(ms, beside=False)
         assert trees.slower is None
-    for ms in (1.3, 1.2, 1.32):
+    for ms in (650.0, 1.2, 1.32):
         assert trees.slower is None
         trees.took(ms, beside=True)
-    assert trees.slower == pytest.approx(1.3 / 1.1)
+    assert trees.slower == pytest.approx(1.2 / 1.0)
+
+
+def test_what_was_slow_beside_it_is_tried_again():
+    trees = UnseenTrees()
+    for _ in range(TIMED):
+        trees.took(50.0, beside=True)
+        trees.took(1.0, beside=False)
+    assert trees.slower == 50
+    for _ in range(AGES - 1):
+        trees.took(1.0, beside=False)
+    assert trees.slower is None  # one more of these steps is let run, and says what it takes now
+    trees.took(1.2, beside=True)
+    assert trees.slower == pytest.approx(1.2)
