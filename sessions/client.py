@@ -305,7 +305,7 @@ def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
 def _lost(detail: str) -> EngineLost:
     return EngineLost(
         f"The engine process ended ({detail or 'no reason given'}).",
-        hint="The conversation is saved; send again, or start chatkv again.",
+        hint="The conversation is saved. In the chat F5 starts it again; or start chatkv again.",
     )
 
 

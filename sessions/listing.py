@@ -153,7 +153,8 @@ def first_line(text: str) -> str:
 
 
 def find_session(db: sqlite3.Connection, ref: str, *, trash: bool) -> SessionRow:
-    """The session that `ref` means: `@last`, an id, a name, `name:fork`, or a prefix of an id.
+    """The session that `ref` means: `@last`, an id, a name, `name:fork`, a fork's own name, or a
+    prefix of an id.
 
     Raises:
         UnknownSession: None, or more than one.
@@ -171,6 +172,7 @@ def find_session(db: sqlite3.Connection, ref: str, *, trash: bool) -> SessionRow
         [row for row in rows if row.id == ref],
         [row for row in rows if row.forked_from is None and row.title == ref],
         _forks_named(rows, every, ref),
+        [row for row in rows if row.forked_from is not None and row.title == ref],
         [row for row in rows if len(ref) >= MIN_PREFIX and row.id.startswith(ref)],
     ):
         if len(found) == 1:

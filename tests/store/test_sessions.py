@@ -56,7 +56,7 @@ def test_forks_share_turns_and_say_where(talk, memory):
         ("ada", "main", None, 2),
     ]
     assert [row.id for row in memory.family(nested.id)] == [session, fork.id, nested.id]
-    assert memory.find("ada:short").id == fork.id
+    assert memory.find("ada:short").id == memory.find("short").id == fork.id
     assert memory.find("ada:main").id == memory.find("ada").id == session
 
 
