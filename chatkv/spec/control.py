@@ -361,16 +361,18 @@ class Controller:
         return count
 
     def _update_plain_state(self, step: StepRecord, plan: Plan) -> None:
-        """Three plain decisions in a row make the plain state; one good draft leaves it."""
+        """Some plain decisions in a row make the plain state; one good draft leaves it."""
         if plan.kind == "control" or self.shape.kind != "auto":
             return
         plain_ms = self.guard.plain_ms(self.costs.ms(step.sequences) or float("inf"))
+        worth_ms = step.tokens / step.sequences * plain_ms
+        if plan.asked:
+            self._idle.asked(worth_ms, step.wall_ms)
         if not step.drafted or plan.is_sunk:
             self._idle.plain(step.tokens)
             if plan.kind == "probe" and step.draft_ms > CHEAP_SHARE * plain_ms:
                 self._idle.lost(step.draft_ms)
             return
-        worth_ms = step.tokens / step.sequences * plain_ms
         if plan.is_probe and step.wall_ms * BAR > worth_ms:
             self._idle.lost(max(step.wall_ms - worth_ms, 0.0))
             return

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-PLAIN_STREAK = 3
-"""Plain decisions in a row that make the plain state."""
+PLAIN_STREAK, LONG_STREAK = 3, 12
+"""Plain decisions in a row that make the plain state, and how many where asking has been worth its
+time lately: one that says nothing three times may still gain more than it takes."""
+ASKED_KEEP = 1 - 1 / 16
+"""What is kept of the sums over steps for which drafters that take time were asked."""
 FIRST_PROBE, LAST_PROBE = 16, 512
 """Tokens in the plain state until the next probe; doubles each time."""
 PROBE_SHARE = 0.005
@@ -21,11 +24,22 @@ class PlainState:
     def __init__(self) -> None:
         self._streak, self._interval, self._waited = 0, FIRST_PROBE, 0
         self._lost_ms, self._all_ms = 0.0, 0.0
+        self._worth_ms, self._taken_ms = 0.0, 0.0
 
     @property
     def holds(self) -> bool:
         """Whether the last decisions were all plain."""
-        return self._streak >= PLAIN_STREAK
+        return self._streak >= self._needed
+
+    @property
+    def _needed(self) -> int:
+        return LONG_STREAK if self._worth_ms > self._taken_ms else PLAIN_STREAK
+
+    def asked(self, worth_ms: float, taken_ms: float) -> None:
+        """Drafters that take time were asked for a step; plain steps would have taken `worth_ms`
+        for what it gained."""
+        self._worth_ms = ASKED_KEEP * self._worth_ms + worth_ms
+        self._taken_ms = ASKED_KEEP * self._taken_ms + taken_ms
 
     @property
     def is_due(self) -> bool:
@@ -49,7 +63,7 @@ class PlainState:
     def plain(self, tokens: int) -> None:
         """A step was plain, and gained so many tokens."""
         self._streak += 1
-        if self._streak > PLAIN_STREAK:
+        if self._streak > self._needed:
             self._waited += tokens
 
     def leave(self) -> None:
@@ -62,11 +76,12 @@ class PlainState:
         self._interval = min(2 * self._interval, LAST_PROBE)
         self._waited = 0
 
-    def to_json(self) -> list[int]:
+    def to_json(self) -> list[float]:
         """Where it stands."""
-        return [self._streak, self._interval, self._waited]
+        return [self._streak, self._interval, self._waited, self._worth_ms, self._taken_ms]
 
-    def recall(self, known: Sequence[int]) -> None:
+    def recall(self, known: Sequence[float]) -> None:
         """Go on from where an earlier run stood."""
-        self._streak, interval, self._waited = map(int, known)
-        self._interval = min(max(interval, FIRST_PROBE), LAST_PROBE)
+        streak, interval, waited, self._worth_ms, self._taken_ms = map(float, known)
+        self._streak, self._waited = int(streak), int(waited)
+        self._interval = min(max(int(interval), FIRST_PROBE), LAST_PROBE)
