@@ -286,15 +286,18 @@ class Engine:
         for seq, gained in zip(seqs, accepted, strict=True):
             self.prompts.remember(seq, seq.table.num_tokens - len(gained.rows))
         ended = perf_counter()
-        record = lambda: StepRecord.of(  # noqa: E731
-            [ran(tree) for tree in trees],
-            accepted,
-            rows=sum(map(len, trees)),
-            draft_ms=1000 * (drafted - begun),
-            verify_ms=1000 * (verified - started),
-            accept_ms=1000 * (ended - verified),
-            host_ms=1000 * (started - drafted),
-        )
+
+        def record() -> StepRecord:
+            return StepRecord.of(
+                [ran(tree) for tree in trees],
+                accepted,
+                rows=sum(map(len, trees)),
+                draft_ms=1000 * (drafted - begun),
+                verify_ms=1000 * (verified - started),
+                accept_ms=1000 * (ended - verified),
+                host_ms=1000 * (started - drafted),
+            )
+
         self.drafting.observe(seqs, accepted, record)
         return [gained.tokens for gained in accepted]
 
