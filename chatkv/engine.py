@@ -402,7 +402,9 @@ class Engine:
         for stage, end in zip(steps, ends, strict=True):
             if end - stage.shift > limits.trained:
                 first = stage.base - stage.shift
-                raise ContextFull(used=first, needed=end - stage.base, limit=limits.trained)
+                raise ContextFull(
+                    used=first, needed=end - stage.base, limit=limits.trained, least=0
+                )
             # Captured passes have room for tables twice as long as the context.
             if len(stage.spans) * limits.page_tokens + end - stage.base > 2 * limits.trained:
                 raise UsageError(
@@ -411,7 +413,7 @@ class Engine:
                 )
         live, new = steps[-1].live, num_ids + 1 - steps[-1].base
         if live + new > limits.context:
-            raise ContextFull(used=live, needed=new, limit=limits.context)
+            raise ContextFull(used=live, needed=new, limit=limits.context, least=live + new)
 
     def _accept(self, seq: Sequence, tree: Proposal, result: StepLogits, first: int) -> Accepted:
         """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 
+def plural(number: int, noun: str) -> str:
+    """`1 turn`, `3,000 turns`, `2 replies`, `2 matches`: how messages tell counts."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("ly"):  # reply
+        noun = f"{noun[:-1]}ies"
+    else:
+        noun += "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}"
+
+
 class ChatKVError(Exception):
     """Base of every error raised on purpose.
 
@@ -96,18 +107,37 @@ class ContextFull(ChatKVError):
         needed: Tokens this turn needs more.
         limit: Of the context.
         protected: Of `used`, tokens that no policy may forget; None where no policy was asked.
+        least: The smallest context that would do; 0 if none would, None if nobody knows.
+        first: Nothing was said before this turn: `used` is the system prompt.
     """
 
     code = "context_full"
     exit_code = 5
 
-    def __init__(self, *, used: int, needed: int, limit: int, protected: int | None = None) -> None:
-        kept = "" if protected is None else f" ({protected} of them protected)"
-        ways = "Unpin or /forget turns" if protected else "Shorten the prompt"
+    def __init__(
+        self,
+        *,
+        used: int,
+        needed: int,
+        limit: int,
+        protected: int | None = None,
+        least: int | None = None,
+        first: bool = False,
+    ) -> None:
+        kept = "" if protected is None or first else f" ({protected} of them protected)"
+        ways = ["unpin or /forget turns" if protected and not first else "shorten the prompt"]
+        if least != 0:
+            larger = "a larger --context" if least is None else f"--context {least} or more"
+            ways.insert(0 if first else 1, f"use {larger}")
+        if not first:
+            ways += ["fork from an earlier turn", "start a new chat"]
+        *others, last = ways
+        hint = f"{', '.join(others)}, or {last}." if others else f"{last}."
+        who = "system prompt" if first else "conversation"
         super().__init__(
-            f"The conversation holds {used} tokens{kept} and this turn needs {needed} more, "
+            f"The {who} holds {used} tokens{kept} and this turn needs {needed} more, "
             f"but the context is {limit} tokens.",
-            hint=f"{ways}, use a larger --context, fork from an earlier turn, or start a new chat.",
+            hint=hint[0].upper() + hint[1:],
         )
         self.used, self.needed, self.limit, self.protected = used, needed, limit, protected
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from chatkv import forget
-from chatkv.errors import ContextFull, UnknownSession, UsageError
+from chatkv.errors import ContextFull, UnknownSession, UsageError, plural
 from chatkv.events import Ready
 from chatkv.forget import Layout, Limits, TurnSpan
 from chatkv.kv.ops import live_ranges, size_of
@@ -235,7 +235,8 @@ class Outlook:
             if turn.turn.depth == number:
                 return turn
         raise UnknownSession(
-            f"There is no turn {number}.", hint=f"This chat has {len(self.path[1:])} turns."
+            f"There is no turn {number}.",
+            hint=f"This chat has {plural(len(self.path[1:]), 'turn')}.",
         )
 
     def _expect_may_go(self, turn: TurnPath) -> None:

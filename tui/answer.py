@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from chatkv.errors import ChatKVError, EngineLost
+from chatkv.errors import ChatKVError, EngineLost, plural
 from chatkv.events import (
     Done,
     Event,
@@ -61,19 +61,20 @@ def _closing(events: Iterator[Event]) -> Iterator[None]:
 def moment(event: ForgetEvent | RecallEvent) -> str:
     """What went out of the model's sight, or came back, in one line."""
     which = which_turns(event.turns) if event.turns else "part of the conversation"
+    tokens = plural(event.num_tokens, "token")
     sizes = f"{event.live_before:,} to {event.live_after:,} of {event.limit:,} in sight"
     if isinstance(event, RecallEvent):
-        return f"{which} came back into the model's context ({event.num_tokens:,} tokens; {sizes})"
+        return f"{which} came back into the model's context ({tokens}; {sizes})"
     if not event.num_tokens:
         return f"Positions were moved: the model was trained for no more ({sizes})"
     why = WHY.get(event.policy, f"policy {event.policy}")
     partly = f", part of {spans(list(event.partly))}" if event.partly else ""
-    return f"{which}{partly} left the model's context ({event.num_tokens:,} tokens, {why}; {sizes})"
+    return f"{which}{partly} left the model's context ({tokens}, {why}; {sizes})"
 
 
 def summarizing(event: Summarizing) -> str:
     """That a summary is being written."""
-    return f"Summing up {which_turns(event.turns)} in at most {event.total} tokens ..."
+    return f"Summing up {which_turns(event.turns)} in at most {plural(event.total, 'token')} ..."
 
 
 def missing(view: ContextView) -> list[str]:
@@ -81,7 +82,7 @@ def missing(view: ContextView) -> list[str]:
     if not view.missing:
         return []
     which = which_turns(view.missing)
-    return [f"The model does not see {which} ({view.forgotten_tokens:,} tokens)."]
+    return [f"The model does not see {which} ({plural(view.forgotten_tokens, 'token')})."]
 
 
 def error_of(failed: Failed) -> ChatKVError:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chatkv.errors import UnknownSession, UsageError
+from chatkv.errors import UnknownSession, UsageError, plural
 from sessions.port import ChatPort, TurnView
-from tui.turns import plural
 from tui.wiring import Workspace
 
 LAST = "@last"

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from chatkv.errors import ChatKVError, EngineLost
+from chatkv.errors import ChatKVError, EngineLost, plural
 from tui import output, wiring
 from tui.command import Globals
 from tui.loading import show_loading
@@ -195,7 +195,9 @@ def _chat_db(settings: Settings) -> Check:
         return Check("chat db", "ok", f"{path} will be made by the first chat")
     with wiring.open_workspace(settings) as work:
         chats = len(work.chats.chats(limit=1 << 31))
-    return Check("chat db", "ok", f"{path}, {chats} chats, {output.size(path.stat().st_size)}")
+    return Check(
+        "chat db", "ok", f"{path}, {plural(chats, 'chat')}, {output.size(path.stat().st_size)}"
+    )
 
 
 def _kv_db(settings: Settings) -> Check:
@@ -205,7 +207,7 @@ def _kv_db(settings: Settings) -> Check:
     if not path.exists():
         return Check("kv db", "ok", f"{path} will be made by the first chat")
     stats = wiring.disk_stats(settings)
-    detail = f"{path}, {stats['pages']} pages, {output.size(stats['file_bytes'])}"
+    detail = f"{path}, {plural(stats['pages'], 'page')}, {output.size(stats['file_bytes'])}"
     if stats["quarantined"]:
         return Check("kv db", "warn", f"{detail}, {stats['quarantined']} of them damaged")
     return Check("kv db", "ok", detail)

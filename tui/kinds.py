@@ -50,10 +50,10 @@ def whole(low: int, high: int = MOST) -> Callable[[Any], int]:
     return read
 
 
-def number(low: float, high: float = math.inf, *, open_low: bool = False) -> Callable[[Any], float]:
+def number(low: float, high: float, *, open_low: bool = False) -> Callable[[Any], float]:
     """A finite number from `low` (or above it) to `high`."""
-    above = f"above {low:g}" if open_low else f"of {low:g} or more"
-    wants = f"must be a number {above}" + ("" if high == math.inf else f", up to {high:g}")
+    bounds = f"above {low:g}, up to {high:g}" if open_low else f"from {low:g} to {high:g}"
+    wants = f"must be a number {bounds}"
 
     def read(raw: Any) -> float:
         if isinstance(raw, bool) or not isinstance(raw, int | float | str):
@@ -67,6 +67,25 @@ def number(low: float, high: float = math.inf, *, open_low: bool = False) -> Cal
         return value
 
     return read
+
+
+HOTTEST = 2.0
+"""The highest temperature; above it a reply is noise."""
+_warm = number(0, HOTTEST)
+
+
+def temperature(raw: Any) -> float:
+    """0, or from 0.01 to the hottest."""
+    wants = (
+        f"must be 0 (always the likeliest token), or 0.01 to {HOTTEST:g}, above which text is noise"
+    )
+    try:
+        value = _warm(raw)
+    except ValueError:
+        raise ValueError(wants) from None
+    if 0 < value < 0.01:
+        raise ValueError(wants)
+    return value
 
 
 def yes_no(raw: Any) -> bool:

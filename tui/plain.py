@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-from chatkv.errors import ChatKVError, UsageError
+from chatkv.errors import ChatKVError, UsageError, plural
 from chatkv.events import Done, Event, ForgetEvent, RecallEvent, Summarizing
 from chatkv.forget import asks_first
 from sessions.port import ChatPort
@@ -21,7 +21,7 @@ from tui.interrupts import Interrupts, Stopped
 from tui.printers import TextPrinter
 from tui.slash import Slash
 from tui.turn_tree import tree_lines
-from tui.turns import plural, spans, turn_numbers, which_turns
+from tui.turns import spans, turn_numbers, which_turns
 from tui.wiring import Workspace
 from tui.wording import WAYS_OUT, planned_text, price_text, redact_words
 

@@ -38,7 +38,12 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "threads", kinds.whole(1), None, "CPU threads; unset: all that the process may use"
         ),
-        Setting("sampling.temperature", kinds.number(0), 0.7, "0 always takes the likeliest token"),
+        Setting(
+            "sampling.temperature",
+            kinds.temperature,
+            0.7,
+            "0 always takes the likeliest token; else 0.01 to 2",
+        ),
         Setting("sampling.top_p", kinds.number(0, 1, open_low=True), 0.95, "probability mass kept"),
         Setting("sampling.top_k", kinds.whole(0), 0, "tokens kept; 0 is all"),
         Setting(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from chatkv.errors import UnknownSession, UsageError
+from chatkv.errors import UnknownSession, UsageError, plural
 
 _ONE = re.compile(r"(-?\d{1,9})(?:-(-?\d{1,9}))?")
 
@@ -45,11 +45,6 @@ def _place(word: str, count: int) -> int:
             f"There is no turn {word}.", hint=f"This chat has {plural(count, 'turn')}."
         )
     return place
-
-
-def plural(number: int, noun: str) -> str:
-    """`1 turn`, `3 turns`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def which_turns(numbers: Sequence[int]) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from chatkv.errors import ChatKVError
+from chatkv.errors import ChatKVError, plural
 from chatkv.events import ForgetPlanned, Usage
 from sessions.port import ContextView, Moment, Price
 from tui.answer import NO_REPLY
 from tui.safe_text import NOTHING, SafeText, safe_line, safe_text
-from tui.turns import plural, spans, which_turns
+from tui.turns import spans, which_turns
 
 DAY_S = 86_400
 
@@ -134,7 +134,7 @@ def planned_text(plan: ForgetPlanned) -> SafeText:
     turns = sorted({*plan.turns, *plan.partly})
     which = which_turns(turns)
     return SafeText(
-        f"{which} would leave the model's context ({plan.num_tokens:,} tokens; "
+        f"{which} would leave the model's context ({plural(plan.num_tokens, 'token')}; "
         f"{plan.live_before:,} to {plan.live_after:,} of {plan.limit:,})"
     )
 
@@ -164,7 +164,7 @@ def coming_text(view: ContextView) -> tuple[SafeText, str]:
 
 def price_text(price: Price, usages: Sequence[Usage | None]) -> SafeText:
     """What a change of the context costs, with the time it took before where one is known."""
-    parts = [f"{price.computed:,} tokens computed{_about(price.computed, usages)}"]
+    parts = [f"{plural(price.computed, 'token')} computed{_about(price.computed, usages)}"]
     if price.disk:
         parts.append(f"{price.disk:,} read from disk")
     if price.pool:
@@ -223,7 +223,8 @@ def _summary_row(usage: Usage) -> dict[str, str]:
     """What a summary took that was written before the reply."""
     if not usage.summary_n:
         return {}
-    return {"summary": f"{usage.summary_n} tokens in {usage.summary_ms:.0f} ms, before the rest"}
+    tokens = plural(usage.summary_n, "token")
+    return {"summary": f"{tokens} in {usage.summary_ms:.0f} ms, before the rest"}
 
 
 def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
@@ -232,19 +233,19 @@ def usage_rows(usage: Usage | None) -> list[tuple[SafeText, SafeText]]:
         return [(SafeText("replies"), SafeText("none yet"))]
     tps = f"{usage.tokens_per_second:.0f} tok/s" if usage.predicted_ms else "unknown"
     rows = {
-        "context": f"{usage.context_used} of {usage.context_limit} tokens",
-        "prompt": f"{usage.prompt_tokens} tokens",
-        "reused": f"{usage.cached_tokens} tokens ({reuse_words(usage)})",
+        "context": f"{usage.context_used:,} of {usage.context_limit:,} tokens",
+        "prompt": plural(usage.prompt_tokens, "token"),
+        "reused": f"{plural(usage.cached_tokens, 'token')} ({reuse_words(usage)})",
         "hit rate": "-"
         if usage.hit_rate is None
         else f"{100 * usage.hit_rate:.0f} % of what "
-        f"could be reused ({usage.reusable_tokens} tokens)",
-        "computed": f"{usage.prompt_n} tokens in {usage.prompt_ms:.0f} ms",
+        f"could be reused ({plural(usage.reusable_tokens, 'token')})",
+        "computed": f"{plural(usage.prompt_n, 'token')} in {usage.prompt_ms:.0f} ms",
         "restored": f"{restored_words(usage)} in {usage.restore_ms:.0f} ms",
         **_summary_row(usage),
-        "reply": f"{usage.predicted_n} tokens in {usage.predicted_ms:.0f} ms, {tps}",
+        "reply": f"{plural(usage.predicted_n, 'token')} in {usage.predicted_ms:.0f} ms, {tps}",
         "steps": f"{usage.steps}, {usage.tokens_per_step:.2f} tokens a step",
-        "drafted": f"{usage.draft_n} tokens, {usage.draft_n_accepted} right",
+        "drafted": f"{plural(usage.draft_n, 'token')}, {usage.draft_n_accepted} right",
         "pages": f"{usage.pages_used} of {usage.pages_total}",
     }
     return [(SafeText(name), safe_line(value)) for name, value in rows.items()]

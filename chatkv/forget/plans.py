@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil
 
-from chatkv.errors import ContextFull, UsageError
+from chatkv.errors import ContextFull, UsageError, plural
 from chatkv.forget.layout import Layout, Limits
 from chatkv.forget.parts import (
     ForgetPlan,
@@ -41,8 +41,15 @@ def plan(policy: Policy, layout: Layout, limits: Limits) -> list[ForgetPlan]:
     drop, limit = _dropped(policy, layout, limits)
     needed = new + 1 + limits.closing
     if used - size_of(drop) + needed > limit:
+        held = _held(policy, layout, limits)
+        least = needed + (used if held is None else held)
         raise ContextFull(
-            used=used, needed=needed, limit=limit, protected=_held(policy, layout, limits)
+            used=used,
+            needed=needed,
+            limit=limit,
+            protected=held,
+            least=least if limits.context < least <= limits.trained else 0,
+            first=len(layout.turns) <= 2,
         )
     reserve = 1 + limits.closing if isinstance(policy, WindowPolicy) else limits.reserve
     op = placed(layout, drop, new + reserve, limits)
@@ -142,6 +149,6 @@ def pin_warning(layout: Layout, limits: Limits) -> str:
     if 2 * held <= limits.context:
         return ""
     return (
-        f"The system prompt and {len(kept) - 1} pinned turns hold {held} of {limits.context} tokens"
-        ": what is said between is forgotten the sooner."
+        f"The system prompt and {plural(len(kept) - 1, 'pinned turn')} hold {held} of "
+        f"{limits.context} tokens: what is said between is forgotten the sooner."
     )

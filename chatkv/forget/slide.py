@@ -58,7 +58,7 @@ class Slide:
         drop = self.dropped(spans, used + coming - self.bound)
         if used - size_of(drop) + coming > self.bound:
             raise ContextFull(
-                used=used, needed=1, limit=self.bound, protected=size_of(self.protected)
+                used=used, needed=coming, limit=self.bound, protected=size_of(self.protected)
             )
         ends = (*self.turns[:-1], replace(self.turns[-1], stop=num_ids))
         layout = Layout((*ends, TurnSpan(-1, num_ids, num_ids + 1)), tuple(ops))

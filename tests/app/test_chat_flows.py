@@ -387,7 +387,7 @@ async def test_slash_commands_that_change_the_chat() -> None:
         await on.enter("/spec")
         await on.shows("Drafting (none): ngram guessed.")
         await on.enter("/stats")
-        await on.shows("1848 tokens (new)", "42, 3.38 tokens a step", "pages total")
+        await on.shows("1,848 tokens (new)", "42, 3.38 tokens a step", "pages total")
         await on.press("escape")
         await on.enter("/set")
         await on.shows("temperature", "0.95")

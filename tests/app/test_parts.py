@@ -9,7 +9,7 @@ from app.fakes import AT_MS, FakeChats, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatkv.errors import ContextFull, EngineLost, UsageError
+from chatkv.errors import ContextFull, EngineLost, UsageError, plural
 from chatkv.events import Delta, Done, Failed, Prefill, Rendered, Usage
 from sessions.port import ChatRow, TreeTurn
 from tui import slash
@@ -303,3 +303,17 @@ def test_fakes_raise_what_they_are_told() -> None:
     engine.failure = ContextFull(used=1, needed=2, limit=3)
     with pytest.raises(ContextFull):
         engine.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [
+        (1, "turn", "1 turn"),
+        (0, "turn", "0 turns"),
+        (3000, "token", "3,000 tokens"),
+        (2, "other reply", "2 other replies"),
+        (2, "match", "2 matches"),
+    ],
+)
+def test_counts_are_told_in_words(number, noun, words):
+    assert plural(number, noun) == words

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -219,3 +221,21 @@ def test_a_restart_is_a_path_of_its_own() -> None:
     assert left == [i for a, b in live_ranges(ops, 100) for i in range(a, b)]
     plain = flatten([1, 2], [True, False], ops[:1])
     assert plain == ([1, 2], [True, False], ops[:1])
+
+
+def test_a_context_too_small_for_a_first_turn_is_told_the_smallest_that_works() -> None:
+    small = Limits(context=5, reserve=2, trained=2048, page_tokens=16, closing=2)
+    for text in ("error", "turns", "oldest", "summarize"):
+        with pytest.raises(
+            ContextFull, match=r"system prompt holds 21 tokens.* is 5 tokens"
+        ) as full:
+            plan(parse_policy(text), path(21, 10), small)
+        assert full.value.hint == "Use --context 34 or more, or shorten the prompt."
+        assert plan(parse_policy(text), path(21, 10), replace(small, context=34)) is not None
+
+
+def test_a_prompt_longer_than_the_model_can_see_is_told_no_context() -> None:
+    limits = Limits(context=1024, reserve=256, trained=1024, page_tokens=16)
+    with pytest.raises(ContextFull) as full:
+        plan(parse_policy("error"), path(30, 1200), limits)
+    assert full.value.hint == "Shorten the prompt."

@@ -45,7 +45,7 @@ def test_there_and_back(chatkv, chat, tmp_path):
     made = chatkv("import", str(file), "--data-dir", str(tmp_path / "b"), "--name", "eve")
     assert (made.code, made.out) == (0, "")
     assert "Imported eve" in made.err
-    assert "1 turns, 1 forks" in made.err
+    assert "1 turn, 1 fork." in made.err
     assert "2 messages" not in made.err
     second = chatkv("export", "eve:main", "--data-dir", str(tmp_path / "b")).out
     assert second.replace('"title":"eve"', '"title":"ada"') == file.read_text(encoding="utf-8")

@@ -134,7 +134,7 @@ def test_it_has_to_be_confirmed(chatkv, told, data, monkeypatch):
     assert ran.code == 130
     assert "turns 2-3?" in asked[0]
     assert "Shared with ada:side" in ran.err
-    assert "1 other replies" in ran.err
+    assert "1 other reply to" in ran.err
     assert not chatkv("show", told["ada"], "--json").json["turns"][1]["redacted"]
 
 

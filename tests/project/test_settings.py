@@ -129,6 +129,13 @@ def test_sizes_as_people_write_them(text, num_bytes):
         ("sampling.max_tokens", "0", "a whole number of 1 or more"),
         ("spec.mode", "tree:63", "tree:N with N from 1 to 62"),
         ("sampling.stop", "", "none of them empty"),
+        ("sampling.temperature", "99", "0.01 to 2, above which text is noise"),
+        ("sampling.temperature", "2.01", "0.01 to 2, above which text is noise"),
+        ("sampling.temperature", "0.001", "0.01 to 2, above which text is noise"),
+        ("sampling.temperature", "-1", "0.01 to 2, above which text is noise"),
+        ("sampling.min_p", "1.5", "a number from 0 to 1"),
+        ("sampling.presence_penalty", "3", "a number from -2 to 2"),
+        ("sampling.top_p", "0", "a number above 0, up to 1"),
     ],
 )
 def test_a_value_out_of_range_is_told_the_range(key, raw, wanted):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from chatkv.errors import StoreError
+from chatkv.errors import StoreError, plural
 from tui import output, wiring
 from tui.command import FILE, Command, Globals, json_option
 
@@ -37,7 +37,8 @@ def backup(found: Globals, target: Path, force: bool, as_json: bool) -> None:
         output.write_json({"file": str(target), **{name: made[name] for name in names}})
     else:
         found.note(
-            f"Copied {made['sessions']} chats and forks, {made['turns']} turns to {target} "
+            f"Copied {plural(made['sessions'], 'chat')} (forks counted), "
+            f"{plural(made['turns'], 'turn')} to {target} "
             f"({output.size(made['bytes'])}, checked)."
         )
 
@@ -75,6 +76,6 @@ def recover(
     read = ", ".join(f"{count} {name}" for name, count in done.read.items() if count)
     lost = ", ".join(f"{count} {name}" for name, count in done.lost.items() if count)
     found.note(f"Read {read}: {target}.")
-    found.note(f"  Unreadable: {done.unreadable_pages} of {done.pages} pages.")
+    found.note(f"  Unreadable: {done.unreadable_pages} of {plural(done.pages, 'page')}.")
     found.note(f"  Known to be lost: {lost or 'nothing'}.")
     found.note(f"  {source} is unchanged. To use the new one: move the old away, rename the new.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from chatkv.errors import plural
 from tui import output
 from tui.command import Command, Globals
 from tui.commands.bench_quality import quality
@@ -156,8 +157,8 @@ def table(report: Report) -> list[str]:
         # All of a prefill differ in their rows.
         rows = row.rows if row.kind != "prefill" or row.rows != row.kv_len else 0
         title = (
-            f"{row.kind}, {_count(row.num_seqs, 'seq')}, "
-            f"{_count(rows, 'row') if rows else 'all rows'}, "
+            f"{row.kind}, {plural(row.num_seqs, 'seq')}, "
+            f"{plural(rows, 'row') if rows else 'all rows'}, "
             f"{row.num_heads}/{row.num_kv_heads} heads, D {row.head_dim}, {row.dtype}"
         )
         blocks.setdefault(title, []).append(row)
@@ -196,10 +197,6 @@ def _cells(row: Row) -> list[str]:
         f"{row.gb_per_s:,.1f}",
         memory,
     ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 bench.add_command(spec)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from chatkv.errors import plural
 from tui import output
 from tui.command import (
     FILE,
@@ -120,7 +121,8 @@ def spec(
     report = measure(file, request, progress(found), on_row)
     write_result(report.to_json(), table(report), csv_file, json_file)
     if report.identity.different:
-        found.note(f"{report.identity.different} replies differ: drafting changed the text.")
+        wrong = plural(report.identity.different, "reply")
+        found.note(f"{wrong} came out different: drafting changed the text.")
     return WRONG if report.identity.different else 0
 
 

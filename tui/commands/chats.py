@@ -8,13 +8,12 @@ from typing import Any
 
 import click
 
-from chatkv.errors import UsageError
+from chatkv.errors import UsageError, plural
 from sessions.port import ChatPort, ChatRow, TurnView
 from tui import answer, output, wiring
 from tui.command import TEXT, Command, Globals, json_option
 from tui.conversation import find_turn
 from tui.turn_tree import tree_lines
-from tui.turns import plural
 
 SORTS = {
     "updated": lambda row: -row.updated_at,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from chatkv.errors import UsageError
+from chatkv.errors import UsageError, plural
 from tui import answer, installed, output, wiring
 from tui.command import Command, Globals, json_option
 from tui.commands.chats import id_argument
@@ -74,7 +74,7 @@ def _preview(found: Globals, ref: str, at: str | None, as_json: bool) -> None:
         if as_json:
             output.write_json({"session": chat.id, "name": chat.name, "preview": asdict(cost)})
         else:
-            output.line(f"{cost.tokens:,} tokens: {answer.preview_words(cost)}")
+            output.line(f"{plural(cost.tokens, 'token')}: {answer.preview_words(cost)}")
 
 
 def _cells(report: TurnReport) -> list[str]:
@@ -95,9 +95,9 @@ def _why(report: TurnReport) -> str:
         parts.append(report.note)
     if report.restored_pages:
         proof = {True: ", verified", False: ", refused by the model", None: ""}[report.verified]
-        parts.append(f"{report.restored_pages} pages from disk{proof}")
+        parts.append(f"{plural(report.restored_pages, 'page')} from disk{proof}")
     if report.host_pages:
-        parts.append(f"{report.host_pages} pages from memory")
+        parts.append(f"{plural(report.host_pages, 'page')} from memory")
     return " · ".join(parts)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from chatkv.errors import StoreError, UsageError
+from chatkv.errors import StoreError, UsageError, plural
 from tui import output, wiring
 from tui.command import FILE, TEXT, Command, Globals, json_option
 from tui.commands.kv import open_kv
@@ -70,9 +70,9 @@ def export(
             kv = {"kv": stored} if with_kv else {}
             output.write_json({"file": str(target), "exports": made, **kv})
         else:
-            found.note(f"Wrote {len(lines)} lines to {target}.")
+            found.note(f"Wrote {plural(len(lines), 'line')} to {target}.")
             if stored is not None:
-                about = f"{stored['pages']} pages ({output.size(stored['bytes'])})"
+                about = f"{plural(stored['pages'], 'page')} ({output.size(stored['bytes'])})"
                 found.note(f"Wrote {about} to {stored['file']}.")
             elif with_kv:
                 found.note("No pages of this are stored; what is imported is computed again.")

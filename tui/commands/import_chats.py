@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from chatkv.errors import ChatKVError, UsageError
+from chatkv.errors import ChatKVError, UsageError, plural
 from tui import output, wiring
 from tui.command import FILE, TEXT, Command, Globals, json_option
 
@@ -112,7 +112,7 @@ def take_pages(found: Globals, path: Path, sessions: list[str], max_bytes: int) 
         told = work.engine.call("take_pages", path=str(pages), jsonl=jsonl, max_bytes=max_bytes)
         for row in [row for one in sessions for row in work.store.family(one)]:
             work.store.set_settings(row.id, {**row.settings, KV_SALT: told["salt"]})
-    found.note(f"Took {told['pages']} pages; one was computed again and is the same.")
+    found.note(f"Took {plural(told['pages'], 'page')}; one was computed again and is the same.")
     return int(told["pages"])
 
 
@@ -154,12 +154,12 @@ def _say(found: Globals, path: Path, chat: Imported) -> None:
     if chat.skipped:
         found.note(f"Skipped, the same is here: {name}.")
         return
-    forks = f", {chat.forks} forks" if chat.forks else ""
-    found.note(f"Imported {name}: {chat.turns} turns{forks}.")
+    forks = f", {plural(chat.forks, 'fork')}" if chat.forks else ""
+    found.note(f"Imported {name}: {plural(chat.turns, 'turn')}{forks}.")
     if chat.unknown_ids:
         found.note(
-            f"  The ids of {chat.unknown_ids} messages are of a tokenizer not used here yet; "
-            "with another model they are made anew from the text."
+            f"  The ids of {plural(chat.unknown_ids, 'message')} are of a tokenizer not used here "
+            "yet; with another model they are made anew from the text."
         )
     for note in chat.notes:
         found.note(f"  Note: {note}.")

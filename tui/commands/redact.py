@@ -8,11 +8,11 @@ from functools import partial
 
 import click
 
-from chatkv.errors import UsageError
+from chatkv.errors import UsageError, plural
 from tui import output, wiring
 from tui.command import TEXT, Command, Globals, json_option
 from tui.commands.chats import id_argument
-from tui.turns import plural, turn_numbers, which_turns
+from tui.turns import turn_numbers, which_turns
 
 turns_argument = click.argument("turns", metavar="TURNS...", nargs=-1, required=True, type=TEXT)
 NEGATIVE = {"ignore_unknown_options": True}
@@ -87,6 +87,6 @@ def _confirm(
     if forks:
         output.note(f"Shared with {', '.join(forks)}: these lose them too.")
     if versions:
-        output.note(f"{versions} other replies to the same prompts go as well.")
+        output.note(f"{plural(versions, 'other reply')} to the same prompts go as well.")
     what = "Take from the model and blank the text of" if purge else "Take from the model"
     output.confirm(f"{what} {which_turns(numbers)}? Nothing brings them back")

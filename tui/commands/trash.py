@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from chatkv.errors import UnknownSession, UsageError
+from chatkv.errors import UnknownSession, UsageError, plural
 from tui import output, wiring
 from tui.command import Command, Globals, json_option
 from tui.settings import Settings
@@ -94,6 +94,8 @@ def _delete(
     if as_json:
         output.write_json({"deleted": ids, "pages": pages, "backups": copies})
         return
-    found.note(f"{len(ids)} deleted for good, {pages} stored pages with them.")
+    found.note(
+        f"{plural(len(ids), 'chat')} deleted for good, {plural(pages, 'stored page')} with them."
+    )
     if ids and copies:
         found.note(f"Backups may still hold them: {', '.join(copies)}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from chatkv.errors import plural
 from tui import output
 from tui.command import (
     FILE,
@@ -111,7 +112,8 @@ def verify(
         for text in output.columns([[key, str(value)] for key, value in report.items()]):
             output.line(text)
     if report["different"]:
-        found.note(f"{report['different']} replies differ: drafting changed the text.")
+        wrong = plural(report["different"], "reply")
+        found.note(f"{wrong} came out different: drafting changed the text.")
     elif not report["drafted_steps"]:
         found.note("Nothing was drafted, so nothing is proved. Use more tokens or other drafters.")
     return DIFFERENT if report["different"] or not report["drafted_steps"] else 0

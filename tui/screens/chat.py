@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from textual import on, work
 
-from chatkv.errors import ChatKVError, UsageError
+from chatkv.errors import ChatKVError, UsageError, plural
 from sessions.port import GONE, ChatPort, TurnView
 from tui.actions import bindings
 from tui.chat_view import Drafting, read_chat, sibling_ids
@@ -23,7 +23,7 @@ from tui.screens.talk import Talk
 from tui.screens.tree import Choice, TreeScreen, open_turn
 from tui.slash import Slash
 from tui.threads import in_thread
-from tui.turns import plural, spans, which_turns
+from tui.turns import spans, which_turns
 from tui.widgets.turn_view import TurnHead, cards
 from tui.wording import price_text, redact_words, usage_rows
 
@@ -238,7 +238,8 @@ class ChatScreen(Talk):
             if self.app.engine_free:
                 price = await in_thread(partial(chat.price, (), numbers))
                 words = price_text(price, [turn.usage for turn in self.turns])
-                facts = [SafeText(f"The next turn then stands on {price.live:,} tokens: {words}.")]
+                live = plural(price.live, "token")
+                facts = [SafeText(f"The next turn then stands on {live}: {words}.")]
         except ChatKVError as error:
             self.tell(error)
             return
@@ -308,7 +309,7 @@ class ChatScreen(Talk):
             return
         place = self._next_code.get(turn.id, 0) if number is None else number - 1
         if not 0 <= place < len(blocks):
-            self.say(f"Turn {turn.number} has {len(blocks)} code blocks.")
+            self.say(f"Turn {turn.number} has {plural(len(blocks), 'code block')}.")
             return
         self._next_code[turn.id] = (place + 1) % len(blocks)
         self.copy(blocks[place], f"code block {place + 1} of {len(blocks)}")
@@ -316,7 +317,7 @@ class ChatScreen(Talk):
     def copy(self, text: str, what: str = "") -> None:
         """Put a source text on the clipboard."""
         self.app.copy_to_clipboard(text)
-        self.say(f"Copied {what or f'{len(text):,} characters'}.")
+        self.say(f"Copied {what or plural(len(text), 'character')}.")
 
     def _on_chosen(self, act: Callable[[TurnView], None]) -> None:
         if (turn := self.chosen_turn) is not None:

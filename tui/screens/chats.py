@@ -17,7 +17,7 @@ from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from chatkv.errors import ChatKVError
+from chatkv.errors import ChatKVError, plural
 from sessions.port import ChatPort, ChatRow
 from tui.actions import actions, bindings
 from tui.answer import preview_words
@@ -25,7 +25,6 @@ from tui.safe_text import SafeText, safe_line
 from tui.screens.dialogs import AskLine, ask_fork_name
 from tui.screens.tree import TreeScreen, open_turn
 from tui.threads import in_thread
-from tui.turns import plural
 from tui.widgets.prompt import Field
 from tui.widgets.status_bar import KeyLine, Notice, SplitLine, key_hints
 from tui.wording import clip, clock, count, error_text, pad
@@ -143,8 +142,7 @@ class ChatsScreen(Screen[Opener | None]):
         chosen = self._chosen()
         self._lines = tree(rows)
         self._write(chosen.id if chosen else self._open_id)
-        what = plural(len(rows), "match" if query.strip() else "chat")
-        self._head.right = SafeText(what.replace("matchs", "matches"))
+        self._head.right = SafeText(plural(len(rows), "match" if query.strip() else "chat"))
 
     def _write(self, choose: str = "") -> None:
         chosen = choose or (row.id if (row := self._chosen()) else "")

@@ -14,7 +14,7 @@ from textual.screen import Screen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from chatkv.errors import ChatKVError
+from chatkv.errors import ChatKVError, plural
 from sessions.port import ChatPort, ChatsPort, TreeTurn, TurnView
 from tui.actions import actions, bindings
 from tui.answer import preview_words
@@ -22,7 +22,6 @@ from tui.safe_text import SafeText, safe_line
 from tui.screens.dialogs import ask_fork_name
 from tui.threads import in_thread
 from tui.turn_tree import TreeLine, tree_lines
-from tui.turns import plural
 from tui.widgets.status_bar import KeyLine, Notice, SplitLine, key_hints
 from tui.wording import clip, error_text
 

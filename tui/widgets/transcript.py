@@ -11,8 +11,8 @@ from textual.app import ComposeResult
 from textual.widget import Widget
 from textual.widgets import Static
 
+from chatkv.errors import plural
 from tui.safe_text import NOTHING, SafeText
-from tui.turns import plural
 from tui.widgets.steady import SteadyScroll
 from tui.widgets.turn_view import Card, TurnHead, split_reply
 from tui.widgets.window import Window
