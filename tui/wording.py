@@ -25,11 +25,6 @@ def count(number: int) -> str:
     return str(number)
 
 
-def megabytes(done: int, total: int) -> str:
-    """`54/87 MB`."""
-    return f"{done // 1_000_000}/{max(1, total // 1_000_000)} MB"
-
-
 def clock(at_ms: int, now_s: float | None = None) -> str:
     """`11:02` today, `Sat` within a week, else `27 Nov`, with the year when it is another one."""
     now = time.time() if now_s is None else now_s

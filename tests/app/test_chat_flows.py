@@ -138,8 +138,8 @@ async def test_typing_while_the_model_loads_is_sent_when_it_is_ready() -> None:
     engine = FakeEngine(ready=False)
     async with stage(engine=engine) as on:
         await on.until(lambda: engine.starts == 1)
-        engine.move("loading", detail="weights", done=43_000_000, total=86_000_000)
-        await on.shows("loading weights", "43/86 MB", "loading 50%")
+        engine.move("loading", detail="loading", done=43_000_000, total=86_000_000)
+        await on.shows("loading the model", "43/86 MB", "loading 50%")
         await on.enter("early")
         await on.shows("queued 1: early")
         assert "send early" not in on.chats.calls
@@ -147,7 +147,7 @@ async def test_typing_while_the_model_loads_is_sent_when_it_is_ready() -> None:
         await on.until(lambda: "send early" in on.chats.calls)
         on.chats.script.finish(text="answer")
         await on.idle()
-        await on.hides("loading weights")
+        await on.hides("loading the model")
 
 
 async def test_first_prompt_is_sent_first() -> None:

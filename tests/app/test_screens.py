@@ -196,7 +196,7 @@ async def test_chat_looks_as_reviewed(size: tuple[int, int]) -> None:
 async def test_other_states_look_as_reviewed() -> None:
     engine = FakeEngine(ready=False)
     async with stage(engine=engine) as on:
-        engine.move("loading", detail="weights", done=54_000_000, total=87_000_000)
+        engine.move("loading", detail="loading", done=54_000_000, total=87_000_000)
         await on.shows("54/87 MB")
         await on.snapshot("loading")
         await on.press("f1")

@@ -15,21 +15,17 @@ from sessions.port import ChatPort, EngineState, TurnView
 from tui import slash
 from tui.chat_view import ChatView, Waiting
 from tui.live import Live
+from tui.loading import LOADING, SLOW, SLOW_S, progress_words, stage_words
 from tui.messages import CursorMoved, Typed
 from tui.safe_text import NOTHING, SafeText, safe_line
 from tui.widgets.prompt import PromptBox
 from tui.widgets.status_bar import Header, KeyLine, Notice, SplitLine, StatusBar, key_hints
 from tui.widgets.transcript import Transcript
 from tui.widgets.turn_view import TurnHead
-from tui.wording import bar, clip, coming_text, error_text, megabytes, missing_text
+from tui.wording import bar, clip, coming_text, error_text, missing_text
 
 if TYPE_CHECKING:
     from tui.app import ChatApp
-
-
-LOADING = ("absent", "starting", "loading")
-SLOW_S = 10.0
-"""A model that loads for longer has kernels to compile, as a rule."""
 
 
 class ChatLayout(Screen[None]):
@@ -137,14 +133,13 @@ class ChatLayout(Screen[None]):
                 kind="error",
             )  # fmt: skip
         elif state.phase in LOADING:
-            stage = safe_line(state.detail)
-            progress = f"loading {stage if stage not in ('', 'loading') else 'the model'}"
+            progress = safe_line(stage_words(state))
             if state.total:
-                blocks = bar(state.done, state.total, 16 if self.size.width >= 60 else 8)
-                progress = f"{progress}  {blocks}  {megabytes(state.done, state.total)}"
+                blocks = bar(state.done, state.total, 12 if self.size.width >= 60 else 8)
+                progress = SafeText(f"{progress}  {blocks}  {progress_words(state)}")
             ways = "Type now; it is sent when ready."
-            ways += " The first start on a machine compiles: a minute or two." if self._slow else ""
-            self.engine_notice.say(SafeText(progress), SafeText(ways))
+            ways += f" {SLOW}" if self._slow else ""
+            self.engine_notice.say(progress, SafeText(ways))
         else:
             self.engine_notice.clear()
             if state.ready is not None and state.ready.notice and not self.app.said_ready:
