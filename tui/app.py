@@ -11,7 +11,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import events, on, work
 from textual.app import App
@@ -25,6 +25,7 @@ from chatkv.errors import ChatKVError
 from sessions.port import ChatPort, ChatsPort, EnginePort, EngineState
 from tui.actions import bindings
 from tui.chat_view import Waiting
+from tui.drafts import Drafts
 from tui.glyphs import PlainGlyphs
 from tui.messages import EngineMoved, ReplyEnded, ReplyEvent
 from tui.reply import Reply
@@ -60,6 +61,7 @@ class ChatApp(App[None]):
         theme: A Textual theme.
         keys: Action ids to key lists, as in `[keys]`.
         plain_glyphs: Draw with ASCII only.
+        drafts: Where what is typed and not sent is kept; None keeps it as long as the app runs.
 
     `run()` returns when the user leaves; `return_code` is the exit status.
     """
@@ -86,10 +88,11 @@ class ChatApp(App[None]):
         theme: str = "textual-dark",
         keys: Mapping[str, str] | None = None,
         plain_glyphs: bool = False,
+        drafts: Drafts | None = None,
         driver_class: type[Driver] | None = None,
     ) -> None:
         super().__init__(driver_class=driver_class)
-        self.engine, self.chats = engine, chats
+        self.engine, self.chats, self.drafts = engine, chats, drafts or Drafts()
         self.reply: Reply | None = None
         """The reply the engine is making, whichever chat is shown."""
         self.said_ready = False
@@ -261,7 +264,8 @@ class ChatApp(App[None]):
         screen = self._chat_screen
         if screen.waiting is not self._warned and screen.waiting and self._leaving is None:
             self._warned = screen.waiting
-            screen.say("One message is not sent yet.", "Ctrl+Q again leaves without it.")
+            kept = " without it" if self._ephemeral else "; it will be in the box"
+            screen.say("One message is not sent yet.", f"Ctrl+Q again leaves{kept}.")
             return
         self.leave(0)
 
@@ -275,6 +279,10 @@ class ChatApp(App[None]):
         self.reply.stop()
         self.cancel(self.reply)
         self.set_timer(QUIT_S, lambda: self.exit(return_code=code))
+
+    def exit(self, *args: Any, **kwargs: Any) -> None:
+        self._chat_screen.keep_draft()
+        super().exit(*args, **kwargs)
 
     def on_resize(self, event: events.Resize) -> None:
         small = event.size.width < MIN_WIDTH or event.size.height < MIN_HEIGHT

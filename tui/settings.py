@@ -53,6 +53,11 @@ class Folders:
         return self.data / "chat.db"
 
     @property
+    def drafts(self) -> Path:
+        """What was typed and not sent, a file for each chat."""
+        return self.data / "drafts"
+
+    @property
     def kv_db(self) -> Path:
         """The pages; may be deleted at any time."""
         return self.kv / "kv.db"

@@ -10,10 +10,11 @@ import os
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chatkv.errors import ConfigError, StoreError
+from chatkv.errors import ConfigError, StoreError, UnknownSession
 from sessions.port import ChatPort, ChatsPort, EnginePort
 from tui.schema import nearest
 from tui.settings import Settings
@@ -182,9 +183,12 @@ def run_screen(work: Workspace, chat: ChatPort, *, prompt: str | None, pick: boo
     """
 
     from tui.app import ChatApp
+    from tui.drafts import Drafts
     from tui.driver import TerminalDriver
 
     settings = work.settings
+    drafts = Drafts(None if work.ephemeral else settings.folders.drafts)
+    drafts.sweep(partial(_exists, work.store))
     app = ChatApp(
         work.engine,
         work.chats,
@@ -195,10 +199,19 @@ def run_screen(work: Workspace, chat: ChatPort, *, prompt: str | None, pick: boo
         theme=settings["ui.theme"],
         keys=settings["keys"],
         plain_glyphs=settings["ui.ascii"],
+        drafts=drafts,
         driver_class=TerminalDriver,
     )
     app.run()
     return app.return_code or 0
+
+
+def _exists(store: ChatStore, chat_id: str) -> bool:
+    try:
+        store.session(chat_id)
+    except UnknownSession:
+        return False
+    return True
 
 
 def check_looks(settings: Settings) -> None:

@@ -61,7 +61,7 @@ async def test_leaving_says_once_that_a_message_waits() -> None:
     async with stage(engine=FakeEngine(ready=False)) as on:
         await on.enter("mind me")
         await on.press("ctrl+q")
-        await on.shows("One message is not sent yet.", "Ctrl+Q again leaves without it.")
+        await on.shows("One message is not sent yet.", "Ctrl+Q again leaves; it will be in")
         assert on.app.is_running
         await on.press("ctrl+q")
         await on.until(lambda: on.app.return_code == 0)

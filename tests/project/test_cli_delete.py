@@ -15,6 +15,7 @@ from sessions import build
 from sessions.deletion import work_off_at_start
 from sessions.pages import SqlitePageStore
 from tui import output
+from tui.drafts import Drafts
 
 SECRET, SHARED = "the xylophone is buried under the old oak", "what do we share here"
 
@@ -39,6 +40,9 @@ def told(data) -> dict[str, str]:
 def test_nothing_of_it_is_left_in_any_file(chatkv, told, data):
     rows = payloads(data, SECRET)
     assert len(rows) > 1
+    drafts = Drafts(data / "drafts")
+    drafts.save(told["main"], "what was never sent")
+    drafts.save(told["side"], "a draft of the fork")
     assert files_with(data, *traces_of(SECRET)) == [
         "chat.db",
         next(data.glob("history-*.tokens")).name,
@@ -50,6 +54,7 @@ def test_nothing_of_it_is_left_in_any_file(chatkv, told, data):
     assert ran.json["pages"] >= len(rows)
     assert ran.json["backups"] == []
     assert files_with(data, *traces_of(SECRET), *rows) == []
+    assert [path.name for path in (data / "drafts").iterdir()] == [told["side"]]
     # What the fork shares is all there, and its pages are good, with the witness of each turn.
     assert chatkv("kv", "stats", "--json").json["snapshots"] == 2
     shown = chatkv("show", told["side"], "--json").json["turns"]

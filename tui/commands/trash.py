@@ -12,6 +12,7 @@ import click
 from chatkv.errors import UnknownSession, UsageError, plural
 from tui import output, wiring
 from tui.command import Command, Globals, json_option
+from tui.drafts import delete_drafts
 from tui.settings import Settings
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _delete(
     from sessions.deletion import delete_forever
 
     folders = settings.folders
+    delete_drafts(folders.drafts, ids)
     pages = delete_forever(store, ids, folders.kv_db, limit_bytes=settings["kv.disk_max"])
     copies = sorted(map(str, folders.data.glob(f"{folders.chat_db.name}.bak-*")))
     if as_json:

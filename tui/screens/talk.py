@@ -14,7 +14,7 @@ from sessions.port import ChatPort, EngineState, TurnView
 from tui import slash
 from tui.chat_view import ChatView, Waiting, read_chat
 from tui.live import Live
-from tui.messages import Submitted
+from tui.messages import Submitted, Typed
 from tui.reply import Kind, Reply
 from tui.safe_text import NOTHING, SafeText, safe_line
 from tui.screens.dialogs import Confirm
@@ -24,6 +24,8 @@ from tui.widgets.turn_view import GONE, card, cards
 from tui.wording import WAYS_OUT, ask_words, planned_text
 
 SUMMARIZE = SummarizePolicy.name
+KEEP_S = 0.3
+"""What is typed is on disk after this time."""
 
 
 class Talk(ChatLayout):
@@ -31,7 +33,12 @@ class Talk(ChatLayout):
 
     def __init__(self) -> None:
         super().__init__()
-        self._drafts: dict[str, str] = {}
+        self._draft_of = ""
+        """The chat that the box's draft is kept under; "" until it has an id."""
+        self._kept = ("", "")
+        """That chat and its draft, as they were saved last."""
+        self._keeping = False
+        """Whether they will be saved within a moment."""
         self._before_edit = ""
         self._moments = 0
         """Of the running reply: how many forgettings the transcript shows."""
@@ -70,9 +77,11 @@ class Talk(ChatLayout):
         shown = await in_thread(cards, view.turns)
         first = self.view is None  # what was typed before there was a chat is meant for this one
         typed, waiting = self.prompt.draft if first else "", self.waiting if first else None
-        self._put_away()
-        self.view, self.waiting = view, waiting
-        self.prompt.put(self._drafts.pop(view.id, typed))
+        await self._put_away()
+        draft = await in_thread(self.app.drafts.load, view.id)
+        self.view, self.waiting, self._draft_of = view, waiting, view.id
+        self._kept = view.id, draft
+        self.prompt.put("\n".join(text for text in (draft, typed) if text.strip()))
         self.prompt.earlier(view.prompts)
         self.prompt.focus()
         await self.transcript.show(shown)
@@ -85,18 +94,56 @@ class Talk(ChatLayout):
         self.refresh_lines()
         self.send_waiting()
 
-    def _put_away(self) -> None:
+    async def _put_away(self) -> None:
         """Leave the chat that is shown; what was typed or queued comes back with it."""
         if self.live is not None:
             self.live.close()
             self.live = None
         self.stop_editing()
-        texts = [self.waiting.text] if self.waiting else []
-        draft = "\n".join(text for text in [*texts, self.prompt.draft] if text.strip())
-        if self.view is not None and draft:
-            self._drafts[self.view.id] = draft
+        if self.view is not None:
+            await in_thread(self.app.drafts.keep, *self._draft())
         self.waiting, self.held = None, False
         self.notice.clear()
+
+    # What is not sent.
+
+    @property
+    def unsent(self) -> str:
+        """What was queued, and typed behind it. The edit of a turn is none of it."""
+        queued = self.waiting.text if self.waiting else ""
+        typed = self.prompt.draft if self.editing is None else self._before_edit
+        return "\n".join(text for text in (queued, typed) if text.strip())
+
+    def keep_draft(self) -> None:
+        """Save it before the screen goes."""
+        if self.view is not None:
+            self.app.drafts.keep(*self._draft())
+
+    def _draft(self) -> tuple[str, str, str]:
+        """What `Drafts.keep` takes; the first message of a chat gives it its id."""
+        assert self.view is not None
+        before, self._draft_of = self._draft_of, self.view.chat.id
+        return before, self._draft_of, self.unsent
+
+    @on(Typed)
+    def keep_soon(self) -> None:
+        """Save it within a moment, if it is not."""
+        if self.view is None or self._keeping or (self.view.chat.id, self.unsent) == self._kept:
+            return
+        self._keeping = True
+        self.set_timer(KEEP_S, self._keep)
+
+    async def _keep(self) -> None:
+        self._keeping = False
+        if self.view is not None:
+            draft = self._draft()
+            self._kept = draft[1:]
+            await in_thread(self.app.drafts.keep, *draft)
+
+    def refresh_lines(self) -> None:
+        super().refresh_lines()
+        if self.is_mounted:
+            self.keep_soon()
 
     # Sending.
 
