@@ -51,8 +51,8 @@ def _share_gates(
         stop = min(start + GATE_BLOCKS, end)
         for first in range(0, rows, GATE_ROWS):
             count = min(GATE_ROWS, rows - first)
-            for tile in range(start * 4, stop * 4):
-                tile_rows(weights, matrix, tile, codes, scales, first, count, pairs, tile * 16, 0)
+            tiles = (start * 4, stop * 4)
+            tile_rows(weights, matrix, *tiles, codes, scales, first, count, pairs, 0)
             for r in range(first, first + count):
                 row = acts[r, start * 32 : stop * 32]
                 gate_row(pairs[r, start * 64 : stop * 64], row)

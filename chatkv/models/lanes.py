@@ -13,6 +13,7 @@ processor's vector width.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -38,6 +39,9 @@ def _host_dot() -> str:
 
 
 HOST_DOT = _host_dot()
+TILES = 2 if HOST_DOT in ("vnni", "avx512") else 1
+"""Tiles that are multiplied side by side: each value of a row is loaded once for both, and a load
+of a whole vector takes as long as two products. With 16 vectors only, their sums have no room."""
 AHEAD = 12
 """Groups to prefetch: with several rows the processor does not look that far by itself."""
 
@@ -95,11 +99,13 @@ class _Group:
         place = self.builder.gep(self.base, [_I64(offset)])
         return self.builder.load(self.builder.bitcast(place, kind.as_pointer()), align=32)
 
-    def prefetch(self, size: int) -> None:
-        """Ask for the bytes that will be needed in AHEAD groups; past the end it does nothing."""
+    def prefetch(self, size: int, more: Any) -> None:
+        """Ask for the bytes that will be needed in AHEAD groups, which lie `more` bytes further
+        where they are of the next tiles; past the end it does nothing."""
         first = size * AHEAD // 64 * 64
+        base = self.builder.gep(self.base, [more])
         for offset in range(first, first + size, 64):
-            place = self.builder.gep(self.base, [_I64(offset)])
+            place = self.builder.gep(base, [_I64(offset)])
             options = [_I32(0), _I32(3), _I32(1)]  # to read, into every cache level, data
             call_llvm(self.builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *options)
 
@@ -118,26 +124,27 @@ class _Group:
         return [self.builder.bitcast(x, INTS) for x in wide]
 
 
-def tile_kernel(kind: str, rows: int, way: str = HOST_DOT) -> Any:
-    """An intrinsic: one tile of outputs for `rows` rows, to be called from numba code.
+def tile_kernel(kind: str, rows: int, tiles: int = 1, way: str = HOST_DOT) -> Any:
+    """An intrinsic: `tiles` tiles of outputs side by side, for `rows` rows; for numba code.
 
     Args:
         kind: `q4` (codes 0..15, scale and minimum) or `q8` (codes -128..127, scale).
         rows: How many rows the code is unrolled for.
+        tiles: And for how many tiles.
         way: How products are added: `vnni`, `avx512`, `avx2`, `plain`. All give the same bits.
 
     The intrinsic's arguments, all int64; the first, third, fourth and fifth are addresses:
-        weights: Of the tile, 32-byte aligned.
+        weights: Of the first tile, 32-byte aligned.
         groups: G.
         codes: int16 [rows, 32 G].
         scales: float32 [rows, G, 2]: scale, and scale * sum of the group's codes.
-        out: float32, of the tile's first output in the first row.
+        out: float32, of the first tile's first output in the first row.
         width: Floats between rows of out.
         add: 1 adds to what `out` holds, 0 replaces it.
     """
     size = Q4_GROUP_BYTES if kind == "q4" else Q8_GROUP_BYTES
     # Without other rows to fill the pipeline, integer sums are kept in several registers.
-    partial = {1: 4, 2: 2, 3: 2}.get(rows, 1)
+    partial = max(1, 4 // (rows * tiles))
 
     @intrinsic
     def tile(
@@ -154,44 +161,55 @@ def tile_kernel(kind: str, rows: int, way: str = HOST_DOT) -> Any:
             weights, groups, codes, scales, out, width, add = args
             bytes_, shorts, floats = (t.as_pointer() for t in (_I8, _I16, ir.FloatType()))
             zeros = ir.Constant(FLOATS, [0.0] * 16)
-            sums = [cgutils.alloca_once(b, FLOATS) for _ in range(rows)]
-            for place in sums:
+            sums = [[cgutils.alloca_once(b, FLOATS) for _ in range(tiles)] for _ in range(rows)]
+            for place in itertools.chain(*sums):
                 b.store(zeros, place)
             steps = [b.mul(groups, _I64(r)) for r in range(rows)]
-            start = b.inttoptr(weights, bytes_)
+            tile_bytes = b.mul(groups, _I64(size))
+            starts = [
+                b.gep(b.inttoptr(weights, bytes_), [b.mul(tile_bytes, _I64(t))])
+                for t in range(tiles)
+            ]
+            others = b.mul(tile_bytes, _I64(tiles - 1))
             code_rows = [b.gep(b.inttoptr(codes, shorts), [b.mul(n, _I64(32))]) for n in steps]
             scale_rows = [b.gep(b.inttoptr(scales, floats), [b.mul(n, _I64(2))]) for n in steps]
             with cgutils.for_range(b, groups) as loop:
-                group = _Group(b, b.gep(start, [b.mul(loop.index, _I64(size))]))
-                group.prefetch(size)
+                offset = b.mul(loop.index, _I64(size))
+                parts = [_Group(b, b.gep(start, [offset])) for start in starts]
+                last = b.icmp_signed(">=", b.add(loop.index, _I64(AHEAD)), groups)
+                for group in parts:
+                    group.prefetch(size, b.select(last, others, _I64(0)))
                 at = b.mul(loop.index, _I64(32))
                 pairs = [b.bitcast(b.gep(x, [at]), _I32.as_pointer()) for x in code_rows]
-                totals = [[ints(0)] * partial for _ in range(rows)]
+                totals = [[[ints(0)] * partial for _ in range(tiles)] for _ in range(rows)]
                 for quarter in range(4):
-                    vectors = group.q4(quarter) if kind == "q4" else group.q8(quarter)
+                    vectors = [g.q4(quarter) if kind == "q4" else g.q8(quarter) for g in parts]
                     for pair, total in zip(pairs, totals, strict=True):
-                        for i, vector in enumerate(vectors):
+                        for i in range(4):
                             value = b.load(b.gep(pair, [_I64(4 * quarter + i)]))
-                            spread = splat(b, value, INTS)
-                            total[i % partial] = _dot(b, way, total[i % partial], vector, spread)
-                scale = group.scale(size - (64 if kind == "q4" else 32))
-                least = group.scale(size - 32) if kind == "q4" else None
-                for total, scale_row, place in zip(totals, scale_rows, sums, strict=True):
+                            spread, to = splat(b, value, INTS), i % partial
+                            for own, sides in zip(total, vectors, strict=True):
+                                own[to] = _dot(b, way, own[to], sides[i], spread)
+                scale = [group.scale(size - (64 if kind == "q4" else 32)) for group in parts]
+                least = [group.scale(size - 32) for group in parts] if kind == "q4" else None
+                for total, scale_row, places in zip(totals, scale_rows, sums, strict=True):
                     first = b.gep(scale_row, [b.mul(loop.index, _I64(2))])
-                    factor = b.fmul(scale, splat(b, b.load(first), FLOATS))
-                    whole = total[0]
-                    for more in total[1:]:
-                        whole = b.add(whole, more)
-                    value = _fma(b, b.sitofp(whole, FLOATS), factor, b.load(place))
-                    if least is not None:
-                        code_sum = splat(b, b.load(b.gep(first, [_I64(1)])), FLOATS)
-                        value = _fma(b, least, code_sum, value)
-                    b.store(value, place)
+                    row_scale = splat(b, b.load(first), FLOATS)
+                    code_sum = splat(b, b.load(b.gep(first, [_I64(1)])), FLOATS)
+                    for t, place in enumerate(places):
+                        factor = b.fmul(scale[t], row_scale)
+                        whole = total[t][0]
+                        for more in total[t][1:]:
+                            whole = b.add(whole, more)
+                        value = _fma(b, b.sitofp(whole, FLOATS), factor, b.load(place))
+                        if least is not None:
+                            value = _fma(b, least[t], code_sum, value)
+                        b.store(value, place)
             adds = b.icmp_signed("!=", add, _I64(0))
-            for r, place in enumerate(sums):
-                to = b.gep(b.inttoptr(out, floats), [b.mul(width, _I64(r))])
+            for r, t in itertools.product(range(rows), range(tiles)):
+                to = b.gep(b.inttoptr(out, floats), [b.add(b.mul(width, _I64(r)), _I64(16 * t))])
                 to = b.bitcast(to, FLOATS.as_pointer())
-                value = b.load(place)
+                value = b.load(sums[r][t])
                 with b.if_else(adds) as (then, otherwise):
                     with then:
                         b.store(b.fadd(b.load(to, align=4), value), to, align=4)
@@ -209,6 +227,7 @@ def call_address(
     _typing: Any,
     function: Any,
     weights: Any,
+    tiles: Any,
     groups: Any,
     codes: Any,
     scales: Any,
@@ -217,14 +236,14 @@ def call_address(
     width: Any,
     add: Any,
 ) -> Any:
-    """Call a compiled function by its address (int64) with eight int64 arguments.
+    """Call a compiled function by its address (int64) with nine int64 arguments.
 
     Keeps the tiles' code in one place: numba would compile a copy into every caller.
     """
 
     def codegen(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * 8)
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * 9)
         b.call(b.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9), codegen
+    return types.void(*[types.int64] * 10), codegen
