@@ -124,16 +124,17 @@ class _Talk:
 
 
 def _play(
-    engine: Engine, group: Group, log: TokenIndex | None = None
+    engine: Engine, group: Group, stop: Callable[[], bool], log: TokenIndex | None = None
 ) -> list[list[tuple[int, ...]]]:
     """Play conversations side by side: which of them share a step changes all the time.
 
-    Replies go to `log` when they end, so that the drafter `history` has something to copy.
+    Replies go to `log` when they end, so that the drafter `history` has something to copy. Those
+    that are whole when `stop` says so are all there will be.
     """
     talks = [_Talk(engine, prompt, params) for prompt, params in group]
     waiting = list(talks)
     running: list[tuple[_Talk, Sequence]] = []
-    while waiting or running:
+    while (waiting or running) and not stop():
         for talk in waiting:
             if (seq := talk.begin()) is not None:
                 running.append((talk, seq))
@@ -180,6 +181,7 @@ def verify_prompts(
     threads: int | None = None,
     kv: KVFormat = PLAIN,
     progress: Callable[[str], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Play every prompt plain and drafted at every temperature.
 
@@ -195,10 +197,11 @@ def verify_prompts(
         threads: CPU threads.
         kv: How keys and values are held, on both sides.
         progress: Called with one line after each prompt.
+        stop: Asked before each step; once it says yes, only what is whole is compared.
 
     Returns:
-        `prompts`, `replies`, `tokens`, `different` (replies), `mode`, `drafted_steps`, and
-        `differences`: where the first ten are.
+        `complete` (false if it was stopped), `prompts`, `replies`, `tokens`, `different` (replies),
+        `mode`, `drafted_steps`, and `differences`: where the first ten are.
 
     Raises:
         UsageError: There is nothing to play, or a file cannot be read.
@@ -233,11 +236,15 @@ def verify_prompts(
         for temperature in temperatures
     ]
     tokens = replies = different = played = 0
+    complete = True
     differences: list[dict[str, Any]] = []
     for group in _groups(plain, items):
-        for (prompt, params), expected, got in zip(
-            group, _play(plain, group), _play(drafted, group, log), strict=True
-        ):
+        sides = _play(plain, group, stop), _play(drafted, group, stop, log)
+        complete = not stop()
+        for (prompt, params), expected, got in zip(group, *sides, strict=True):
+            if not complete:
+                whole = min(len(expected), len(got))
+                expected, got = expected[:whole], got[:whole]
             tokens += sum(map(len, expected))
             replies += len(expected)
             for turn, (left, right) in enumerate(zip(expected, got, strict=False), start=1):
@@ -245,12 +252,15 @@ def verify_prompts(
                     different += 1
                     differences.append(_difference(prompt, params.temperature, turn, left, right))
             different += abs(len(expected) - len(got))
+        if not complete:
+            break
         played += len(group)
         if progress is not None:
             progress(f"{played}/{len(items)} chats, {tokens} tokens, {different} different")
     drafting = drafted.drafting.controller.stats
     return {
         "v": 1,
+        "complete": complete,
         "prompts": len(chosen),
         "replies": replies,
         "tokens": tokens,

@@ -195,7 +195,7 @@ def test_doctor_load(chatkv, quick, chats, monkeypatch):
 def played(monkeypatch, quick):
     """`sessions.verify` without an engine; what it was asked for."""
     asked = {}
-    report = {"prompts": 2, "tokens": 9, "different": 0, "mode": "exact", "drafted_steps": 3}
+    report = {"complete": True, "prompts": 2, "tokens": 9, "different": 0, "drafted_steps": 3}
 
     def verify_prompts(file, prompts, **settings):
         asked.update(settings, prompts=prompts, file=file)
@@ -215,7 +215,7 @@ def test_verify(chatkv, played, tmp_path):
     assert [str(path) for path in played["prompts"]] == ["a", "b"]
     assert (played["temperatures"], played["drafters"]) == ((0.0, 1.0), ("random",))
     assert (played["limit"], played["max_tokens"]) == (2, 64)
-    assert chatkv("verify").out.splitlines()[0].split() == ["prompts", "2"]
+    assert chatkv("verify").out.splitlines()[1].split() == ["prompts", "2"]
     assert played["drafters"] == ("ngram", "random")
 
 

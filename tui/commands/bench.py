@@ -11,8 +11,9 @@ from chatkv.errors import plural
 from tui import output
 from tui.command import Command, Globals
 from tui.commands.bench_quality import quality
-from tui.commands.bench_result import WRONG, progress, result_options, write_result
+from tui.commands.bench_result import WRONG, result_options, write_result
 from tui.commands.bench_spec import spec
+from tui.progress import Progress
 
 if TYPE_CHECKING:
     from sessions.bench.attention import Report, Row
@@ -140,7 +141,7 @@ def attention(
         turns=runs,
     )
 
-    report = measure(request, progress(found))
+    report = measure(request, Progress(found.note))
     write_result(report.to_json(), table(report), csv_file, json_file)
     if report.num_wrong:
         found.note(f"{report.num_wrong} of {len(report.rows)} results are wrong.")

@@ -10,7 +10,8 @@ import click
 from chatkv.kv.format import NAMES
 from tui import output
 from tui.command import FILE, Command, Globals, device_option
-from tui.commands.bench_result import WRONG, progress, write_result
+from tui.commands.bench_result import WRONG, write_result
+from tui.progress import Progress
 
 if TYPE_CHECKING:
     from sessions.bench.quality import Report
@@ -103,7 +104,7 @@ def quality(
         device=settings["device"],
         threads=settings["threads"],
     )
-    report = measure(file, request, progress(found))
+    report = measure(file, request, Progress(found.note))
     write_result(report.to_json(), table(report), csv_file, json_file)
     if report.differing:
         found.note(f"{report.differing} rows have other bits alone than in company.")

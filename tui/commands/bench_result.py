@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import click
 
 from chatkv.errors import UsageError
 from tui import output
-from tui.command import FILE, Globals
+from tui.command import FILE
 
 WRONG = 7
 """Exit status when a result is wrong: a fast wrong answer is no result."""
@@ -49,16 +48,6 @@ def result_options(*, runs: int, runs_help: str) -> Callable[[Function], Functio
         return function
 
     return add
-
-
-def progress(found: Globals) -> Callable[[str], None]:
-    """Notes for a person who waits at a terminal."""
-
-    def say(text: str) -> None:
-        if output.is_terminal(sys.stderr):
-            found.note(text)
-
-    return say
 
 
 def write_result(

@@ -19,12 +19,12 @@ from tui.command import (
 )
 from tui.commands.bench_result import (
     WRONG,
-    progress,
     result_options,
     write_json_file,
     write_result,
 )
 from tui.commands.verify import Numbers
+from tui.progress import Progress
 
 if TYPE_CHECKING:
     from sessions.bench.measure import Memory
@@ -118,7 +118,7 @@ def spec(
             if report.rows:
                 found.note(f"{len(report.rows)} of {wanted} rows: {brief(report.rows[-1])}")
 
-    report = measure(file, request, progress(found), on_row)
+    report = measure(file, request, Progress(found.note), on_row)
     write_result(report.to_json(), table(report), csv_file, json_file)
     if report.identity.different:
         wrong = plural(report.identity.different, "reply")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from tui.command import (
     json_option,
     kv_dtype_option,
 )
+from tui.interrupts import Interrupts
+from tui.progress import Progress
 
 DIFFERENT = 7
 """Exit status when an expectation failed."""
@@ -71,7 +72,7 @@ def verify(
     """Play prompts with drafting off and on, for each drafter and temperature, and compare ids.
 
     Each line of a prompt file is an object with `turns`, played in order. Exit status 7 unless no
-    reply differs and something was drafted.
+    reply differs and something was drafted. Ctrl+C ends it with a report on what was compared.
     """
     if draft_model and "draft_model" not in drafters.split(","):
         drafters += ",draft_model"
@@ -89,23 +90,29 @@ def verify(
     file = catalog.find(settings["model"])
     from sessions.verify import verify_prompts  # loads torch, here in this process
 
-    def progress(text: str) -> None:
-        if output.is_terminal(sys.stderr):
-            found.note(text)
+    with Interrupts() as interrupts:
+        playing = False
 
-    report = verify_prompts(
-        file,
-        list(prompts),
-        device=settings["device"],
-        limit=limit,
-        max_tokens=max_tokens,
-        temperatures=temperatures,
-        drafters=settings["spec.drafters"],
-        draft_model=draft_model,
-        threads=settings["threads"],
-        kv=KVFormat(settings["kv.dtype"], settings["kv.keep_layers"]),
-        progress=progress,
-    )
+        def stop() -> bool:
+            nonlocal playing
+            playing = True
+            return bool(interrupts.exit_code)
+
+        interrupts.guard(lambda: None, lambda: playing)
+        report = verify_prompts(
+            file,
+            list(prompts),
+            device=settings["device"],
+            limit=limit,
+            max_tokens=max_tokens,
+            temperatures=temperatures,
+            drafters=settings["spec.drafters"],
+            draft_model=draft_model,
+            threads=settings["threads"],
+            kv=KVFormat(settings["kv.dtype"], settings["kv.keep_layers"]),
+            progress=Progress(found.note),
+            stop=stop,
+        )
     if as_json:
         output.write_json(report)
     else:
@@ -114,6 +121,9 @@ def verify(
     if report["different"]:
         wrong = plural(report["different"], "reply")
         found.note(f"{wrong} came out different: drafting changed the text.")
+    elif not report["complete"]:
+        found.note("Stopped: only the replies in this report were compared.")
+        return interrupts.exit_code
     elif not report["drafted_steps"]:
         found.note("Nothing was drafted, so nothing is proved. Use more tokens or other drafters.")
     return DIFFERENT if report["different"] or not report["drafted_steps"] else 0
