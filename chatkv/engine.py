@@ -7,7 +7,7 @@ guessed can change the time and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -239,6 +239,29 @@ class Engine:
         if (top := seq.sampler.params.logprobs) is not None:
             seq.logprobs.append(logprobs(logits, token, top))
         self.drafting.follow(seq)
+
+    def expect(
+        self, tokens: Seq[int], sampled: Seq[bool], ops: Seq[Op] = (), salt: bytes | None = None
+    ) -> Generator[None]:
+        """Get ready, piece by piece, for a prompt that goes on from these tokens: what drafters
+        need of a conversation that was last computed elsewhere. For idle time: the text and the
+        pages are the same without it, and what was done is of use whenever the iterator is closed.
+
+        Raises:
+            UsageError: Ops that do not fit the tokens.
+            ContextFull: Nothing can follow them.
+            OutOfPages: The pool cannot hold them.
+        """
+        if not self.drafting.reads_late:
+            return
+        seq = self.add(tokens, sampled, SamplingParams(), ops=ops, salt=salt)
+        try:
+            self.prompts.take_up(seq)
+            yield
+            yield from self.drafting.read_late(seq)
+        finally:
+            del self._live[seq.id]
+            seq.table.release()
 
     def step(self, seqs: Seq[Sequence]) -> list[tuple[int, ...]]:
         """Draft, run one forward pass over all rows, keep what the model itself would pick.

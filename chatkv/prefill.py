@@ -116,6 +116,14 @@ class Prompts:
                 self.tiers.rates.computed(report.computed - chosen, chosen, spent)
             yield logits
 
+    def take_up(self, seq: Sequence) -> None:
+        """Hold what is known of `seq`. No id is computed but to prove what comes from disk.
+
+        Raises:
+            OutOfPages: No room for keys at other positions. Nothing is held.
+        """
+        self._reuse(seq, PrefillReport())
+
     def forget(self, seq: Sequence) -> None:
         """Let go of what the ops at the place of the next id drop. Nothing is computed.
 

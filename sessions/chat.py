@@ -152,6 +152,14 @@ class Chat(ChatReplies):
         ]
 
     def preview(self, turn_id: int | None = None) -> Preview:
+        return Preview(**self._ask("preview", turn_id))
+
+    def expect(self) -> None:
+        if len(self._path) > 1:
+            self._ask("expect")
+
+    def _ask(self, op: str, turn_id: int | None = None) -> dict[str, Any]:
+        """Ask a ready engine about the path up to that turn, or about all of it."""
         tok_fp = bytes.fromhex(self._engine.wait_ready(0.0).tok_fp)
         path: list[TurnPath] = []
         if self._row is not None:
@@ -159,7 +167,7 @@ class Chat(ChatReplies):
         request, _ = self._request(tok_fp, {}, path=path)
         if turn_id is None:  # what waits for the next turn is a part of it
             request = replace(request, ops=[one.to_json() for one in self._outlook().after])
-        return Preview(**self._engine.call("preview", request=asdict(request)))
+        return self._engine.call(op, request=asdict(request))
 
     def tree(self) -> list[TreeTurn]:
         if self._row is None:

@@ -233,6 +233,11 @@ class ChatPort(Protocol):
         """
         ...
 
+    def expect(self) -> None:
+        """Tell a ready engine that the next turn goes on from here. It prepares for that while it
+        has nothing else to do; raises EngineLost."""
+        ...
+
     def tree(self) -> list[TreeTurn]:
         """Every turn of this chat and its forks, parents first; empty before the first prompt."""
         ...

@@ -35,6 +35,7 @@ from chatkv.sequence import ReplyText, Sequence, spans_of
 from chatkv.spec.stats import DraftStats
 from sessions.context import SUMMARIZE
 from sessions.counters import Window
+from sessions.idle import IdleWork
 from sessions.pages import SqlitePageStore
 from sessions.planning import in_sight, sight_of, slid
 from sessions.rendering import RenderedPath, render
@@ -72,6 +73,8 @@ class EngineService:
         self.log = log
         self.notice = notice
         self._said = ""
+        self.idle = IdleWork()
+        """Preparing for the next turn of the chat that is open."""
         self.window = Window()
         """What the cache was worth lately."""
 
@@ -96,6 +99,7 @@ class EngineService:
 
     def generate(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
         """Yield Rendered, Prefill, Delta, then Done; Failed in place of an error."""
+        self.idle.stop()
         try:
             yield from self._generate(request, cancelled)
         except ChatKVError as error:
@@ -114,7 +118,7 @@ class EngineService:
 
     def call(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Small questions: `prompt_tokens`, `texts`, `kv_stats`, `explain_drafting`, `set_spec`,
-        `plan_forget`, `price`, `preview`, `purge`."""
+        `plan_forget`, `price`, `preview`, `expect`, `purge`."""
         match name:
             case "prompt_tokens":
                 return {"tokens": len(self.tokenizer.user_ids(str(args["text"]), False, None))}
@@ -131,6 +135,8 @@ class EngineService:
                 return self._plan_forget(Request.from_json(args["request"]))
             case "price":
                 return self._price(Request.from_json(args["request"]))
+            case "expect":
+                return self._expect(Request.from_json(args["request"]))
             case "purge":
                 return {"pages": self._purge(list(args["ids"]), int(args["keep_tokens"]))}
             case "preview":
@@ -141,6 +147,7 @@ class EngineService:
                 raise UsageError(f"The engine knows no {name!r}.")
 
     def close(self) -> None:
+        self.idle.stop()
         self.engine.close()
         if self.log is not None:
             self.log.close()
@@ -337,6 +344,11 @@ class EngineService:
         """The fields of a `Preview`."""
         return asdict(self.engine.preview(**self._as_it_stands(request)))
 
+    def _expect(self, request: Request) -> dict[str, Any]:
+        """The chat that is open now: `idle` prepares for a turn that goes on from there."""
+        self.idle.begin(self.engine.expect(**self._as_it_stands(request)))
+        return {}
+
     def _as_it_stands(self, request: Request) -> dict[str, Any]:
         """The path of a request that no reply is wanted for, and what its next turn forgets."""
         path = self._path(request)
@@ -349,6 +361,8 @@ class EngineService:
         """Remove the pages of a deleted or redacted path, those in memory too. Returns how many
         were stored; 0 without a store. Raises StoreError."""
         pages, saver = self.pages, self.engine.saver
+        self.idle.stop()
+        self.engine.drafting.drafters.clear()
         self.engine.prefix.clear()
         self.engine.tiers.host.clear()
         self.engine.pool.clear_free()
@@ -382,6 +396,7 @@ class EngineService:
             "evicted_pages": prefix.evicted,
             **asdict(self.engine.gauges()),
             "window": self.window.sums().to_json(),
+            "preparing": self.idle.is_left,
             "host": asdict(self.engine.tiers.host.stats()),
             "rates": self.engine.tiers.rates.to_json(),
             "disk": None if self.pages is None else asdict(self.pages.stats()),

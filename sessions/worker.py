@@ -52,12 +52,18 @@ class Worker:
             return
         try:
             self._tell(service.ready())
-            while (frame := self._requests.get()) is not None and frame["op"] != "close":
+            while (frame := self._next(service)) is not None and frame["op"] != "close":
                 self._answer(service, frame)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the front is gone; what is queued may still reach the disk
         finally:
             service.close()
+
+    def _next(self, service: EngineService) -> dict[str, Any] | None:
+        """The next request; while there is none the engine prepares for one, in small pieces."""
+        while self._requests.empty() and service.idle.do_some():
+            pass
+        return self._requests.get()
 
     def _load(self, options: dict[str, Any]) -> EngineService | None:
         from sessions.build import build_service  # torch is imported here

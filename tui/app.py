@@ -96,6 +96,8 @@ class ChatApp(App[None]):
         self.reply: Reply | None = None
         """The reply the engine is making, whichever chat is shown."""
         self.said_ready = False
+        self._expected: ChatPort | None = None
+        """The chat that the engine prepares for."""
         self._first = (chat, first_prompt)
         self._pick, self._ephemeral, self._plain_glyphs = pick, ephemeral, plain_glyphs
         self._chat_screen = ChatScreen()
@@ -152,6 +154,24 @@ class ChatApp(App[None]):
         state = self.engine.state
         return self.reply is None and state.ready is not None and state.phase != "lost"
 
+    def expect(self, *, anew: bool = False) -> None:
+        """Have a free engine prepare for the chat that is shown, while the user reads or types.
+
+        Args:
+            anew: Also if that was said before: to an engine that is lost, or of another branch.
+        """
+        chat = self._chat_screen.chat
+        if anew:
+            self._expected = None
+        if self.engine_free and chat is not None and chat is not self._expected:
+            self._expected = chat
+            self._expect(chat)
+
+    @work(group="expect", exclusive=True)
+    async def _expect(self, chat: ChatPort) -> None:
+        with contextlib.suppress(ChatKVError):
+            await in_thread(chat.expect)
+
     def _watch_engine(self, state: EngineState) -> None:
         """Called from any thread, also when the screen is gone."""
         with contextlib.suppress(RuntimeError):
@@ -161,6 +181,7 @@ class ChatApp(App[None]):
     async def engine_moved(self, event: EngineMoved) -> None:
         event.stop()
         self._chat_screen.engine_moved(self.engine.state)
+        self.expect(anew=event.state.phase == "lost")
         if event.state.phase == "lost" and self.reply is None:
             self._say_why()
 
@@ -214,6 +235,7 @@ class ChatApp(App[None]):
         if shown is not reply.chat:
             self._say_elsewhere(reply)
         self._chat_screen.reply_ended(reply)
+        self.expect()
         if self._leaving is not None:
             self.exit(return_code=self._leaving)
 

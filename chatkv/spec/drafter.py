@@ -65,6 +65,8 @@ class Reader(Drafter, Protocol):
     """Those layers, counted from 1."""
     tap_rows: int
     """How many of the newest rows it makes use of."""
+    reads_late: bool
+    """Whether rows in place are read once more in idle time (`owed`), and not for a guess."""
 
     def read(self, seq_id: int, start: int, features: Features) -> None:
         """Rows of the sequence from place `start` on: of its prompt, before `follow`, and then of
@@ -77,6 +79,15 @@ class Reader(Drafter, Protocol):
 
     def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Use the rows that were read so far, if there are many: a step follows that may ask."""
+        ...
+
+    def owed(self, seq_id: int, start: int, stop: int) -> tuple[int, int] | None:
+        """A few rows of [start, stop), all in place, that it would like to read now that nobody
+        waits; asked for again once they are read."""
+        ...
+
+    def clear(self) -> None:
+        """Let go of what is kept of sequences that were dropped."""
         ...
 
 
@@ -169,6 +180,17 @@ class GuardedDrafters:
         """Let the drafter that reads layers use the rows it has."""
         if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
             self._try(reader, [seq_id], lambda: reader.catch_up(seq_id, tokens))
+
+    def owed(self, seq_id: int, start: int, stop: int) -> tuple[int, int] | None:
+        """A few rows of [start, stop) that the drafter would like to read in idle time."""
+        if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
+            return self._try(reader, [seq_id], lambda: reader.owed(seq_id, start, stop))
+        return None
+
+    def clear(self) -> None:
+        """Let go of what the drafter that reads layers keeps of dropped sequences."""
+        if (reader := self.reader) is not None:
+            self._try(reader, [], reader.clear)
 
     def void(self, seq_id: int) -> None:
         """What was begun ahead for a sequence is not to be run."""

@@ -5,7 +5,7 @@ Knows sequences and guesses; no model, no pages. It may cost time; it cannot cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 from chatkv.models.logits import Features
@@ -83,6 +83,28 @@ class Drafting:
             if self._look_again and (span := self.drafters.missing(seq.id)) is not None:
                 self._look_again(seq, *span)
             self.drafters.catch_up(seq.id, seq.tokens)
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether `read_late` may have something to do."""
+        reader = self.drafters.reader
+        return reader is not None and reader.reads_late and self.controller.shape.kind != "none"
+
+    def read_late(self, seq: Sequence) -> Iterator[None]:
+        """Let a drafter read rows that are in place, a few at a time: those it would know if the
+        sequence had not been computed by another process. What it has read when the iterator is
+        closed stays of use to a sequence that begins with the same ids."""
+        assert self._look_again is not None
+        place = seq.table.first_cut, seq.table.num_tokens
+        self.drafters.follow(seq.id, seq.tokens)
+        try:
+            span, last = self.drafters.owed(seq.id, *place), None
+            while span is not None and span != last:  # or there is no room to compute them
+                self._look_again(seq, *span)
+                span, last = self.drafters.owed(seq.id, *place), span
+                yield
+        finally:
+            self.drafters.drop(seq.id)
 
     def propose(self, seqs: Seq[Sequence]) -> list[Proposal]:
         """The trees to run, one a sequence; the root alone is a plain step."""

@@ -157,6 +157,9 @@ class FakeChats:
         self.heads: dict[str, int] = {}
         self.owner: dict[int, str] = {}
         self.previews: list[tuple[str, int | None]] = []
+        self.expected: list[str] = []
+        self.unexpected: ChatKVError | None = None
+        """Raised by every `expect`."""
         self.trashed: set[str] = set()
         self.calls: list[str] = []
         self.queries: list[str] = []
@@ -287,6 +290,11 @@ class FakeChat:
     def preview(self, turn_id: int | None = None) -> Preview:
         self._chats.previews.append((self._id, turn_id))
         return Preview(2700, 150, 0, 12, 4_200_000, 57, 4, 290.0)
+
+    def expect(self) -> None:
+        self._chats.expected.append(self._id)
+        if self._chats.unexpected is not None:
+            raise self._chats.unexpected
 
     def tree(self) -> list[TreeTurn]:
         if not self._id:

@@ -501,3 +501,37 @@ async def test_notice_of_a_reply_is_shown() -> None:
 def test_the_app_needs_no_event_loop_to_be_made() -> None:
     app = ChatApp(FakeEngine(), FakeChats())
     assert app.return_code is None
+
+
+async def test_a_free_engine_is_told_which_chat_is_open() -> None:
+    chats, chat = _two_turns()
+    other = chats.add("other", ("a question", "an answer"))
+    engine = FakeEngine(ready=False)
+    async with stage(chats, chat, engine=engine) as on:
+        await on.shows("second answer")
+        assert not chats.expected
+        engine.become_ready()
+        await on.until(lambda: chats.expected == [chat.id])
+        await _sending(on, "third")
+        on.chats.script.finish()
+        await on.idle()
+        on.chat_screen.open(lambda: other)
+        await on.until(lambda: chats.expected == [chat.id, other.id])
+        await _sending(on, "another")
+        on.chat_screen.open(lambda: chat)
+        await on.shows("second answer")
+        assert chats.expected == [chat.id, other.id], "it is busy"
+        on.chats.script.finish()
+        await on.until(lambda: chats.expected == [chat.id, other.id, chat.id])
+        engine.move("lost", detail="killed")
+        engine.become_ready()
+        await on.until(lambda: chats.expected[3:] == [chat.id])
+
+
+async def test_an_engine_that_is_lost_meanwhile_is_not_the_screens_error() -> None:
+    chats, chat = _two_turns()
+    chats.unexpected = EngineLost("The engine process ended.")
+    async with stage(chats, chat) as on:
+        await on.until(lambda: chats.expected)
+        await on.shows("second answer")
+        assert "ended" not in on.text

@@ -260,6 +260,84 @@ def test_plain_steps_store_nothing_until_a_guess_is_asked_for(decoder, file):
     )
 
 
+@pytest.mark.parametrize("pieces", [0, 1, 99])
+@pytest.mark.parametrize("length", [70, 20])
+def test_what_a_cpu_reads_in_idle_time_makes_up_for_a_restart(
+    decoder, file, monkeypatch, tmp_path, length, pieces
+):
+    """All of it, the trees of a chat that never quit; some of it, the newest rows."""
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 40)
+    store = SqlitePageStore(tmp_path / "kv.db", decoder.identity(16), limit_bytes=1 << 30)
+    first = engine(decoder, store=store)
+    tokens, sampled, _ = turn(first, some_ids(length), [False] * length)
+    path = ([*tokens, 2], [*sampled, False])
+    given = [5, *some_ids(6, 1)]
+    prompt = ([*path[0], *given], [*path[1], *[False] * len(given)])
+    first.close()
+    never = engine(decoder)
+    assert turn(never, some_ids(length), [False] * length)[0] == tokens
+    expected = turn(never, *prompt, seed=7)
+    again = engine(decoder, store=store)
+    work = again.expect(*path)
+    done = 0
+    while done <= pieces and next(work, 0) is None:
+        done += 1
+    work.close()
+    assert not again._live
+    assert again.pool.used == again.prefix.stats().pages, "nothing is held"
+    if done > 1:
+        (left,) = drafter_of(again).left
+        assert left.stop == len(tokens) - 1
+        whole = max(0, left.stop - 40)
+        assert left.first == (whole if pieces == 99 else left.stop - 8)
+    reply = turn(again, *prompt, seed=7)
+    assert reply[:2] == expected[:2]
+    if pieces == 99:
+        assert reply[2] == expected[2]
+        assert max(len(tree[0]) for tree in expected[2]) > 2
+    elif pieces == 0:
+        assert reply[2] != expected[2], "or this test shows nothing"
+    before = [(held.first, held.stop, len(held.waiting)) for held in drafter_of(again).left]
+    owed = watch_owed(again)
+    list(again.expect(reply[0], reply[1]))
+    assert not owed or pieces < 99, "read once"
+    assert len(drafter_of(again).left) <= len(before) + 1
+
+
+def test_what_was_read_in_part_is_read_to_the_end(decoder, file, monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_eagle, "WINDOW", 40)
+    store = SqlitePageStore(tmp_path / "kv.db", decoder.identity(16), limit_bytes=1 << 30)
+    first = engine(decoder, store=store)
+    tokens, sampled, _ = turn(first, some_ids(70), [False] * 70)
+    first.close()
+    again = engine(decoder, store=store)
+    owed = watch_owed(again)
+    for pieces in (2, 99):
+        work = again.expect(tokens, sampled)
+        for _ in zip(range(pieces), work, strict=False):
+            pass
+        work.close()
+    (left,) = drafter_of(again).left
+    end = len(tokens) - 1
+    assert (left.first, left.stop) == (end - 40, end)
+    assert owed == [(end - start - 8, end - start) for start in range(0, 40, 8)]
+    again.drafting.drafters.clear()
+    assert not drafter_of(again).left
+
+
+def test_nothing_is_prepared_where_nothing_is_owed(decoder, file, monkeypatch):
+    on = engine(decoder)
+    tokens, sampled, _ = turn(on, some_ids(70), [False] * 70)
+    owed = watch_owed(on)
+    assert len(list(on.expect(tokens, sampled))) == 1, "it is looked up"
+    assert not owed
+    assert len(drafter_of(on).left) == 1
+    monkeypatch.setattr(drafter_of(on), "reads_late", False)
+    assert not list(on.expect(tokens, sampled))
+    monkeypatch.undo()
+    assert not list(engine(decoder, "none").expect(tokens, sampled))
+
+
 def watch_owed(on: Engine) -> list[tuple[int, int]]:
     """Rows that were in place and were computed again, from now on."""
     asked: list[tuple[int, int]] = []

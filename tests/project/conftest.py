@@ -113,6 +113,8 @@ class FakeChat:
     def preview(self, turn_id: int | None = None) -> Preview:
         return Preview(2700 if turn_id is None else turn_id, 150, 1, 12, 4_300_000, 57, 4, 290.0)
 
+    def expect(self) -> None: ...
+
     def tree(self) -> list[TreeTurn]:
         return [
             TreeTurn(turn.id, turn.id - 1 if turn.number > 1 else None, turn.number, self.id,

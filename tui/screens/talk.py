@@ -93,6 +93,7 @@ class Talk(ChatLayout):
             await self._draw(running, index)
         self.refresh_lines()
         self.send_waiting()
+        self.app.expect(anew=True)
 
     async def _put_away(self) -> None:
         """Leave the chat that is shown; what was typed or queued comes back with it."""

@@ -23,6 +23,8 @@ AT_ONCE = 8
 REMEMBERED = 8
 """Sequences that ended and are still known, rows that nobody asked for too: a chat's next turn goes
 on from one of them."""
+IN_IDLE_TIME = 8
+"""Rows that are read at once while nobody waits: a request that comes then waits for them."""
 
 
 class LaunchedEagle(AheadGrower, Protocol):
@@ -121,6 +123,7 @@ class EagleDrafter:
         self._launcher, self._ahead = ahead, Ahead(ahead)
         self.taps = taps
         self.tap_rows = grower.window
+        self.reads_late = not grower.reads_again
         self.held: dict[int, Held] = {}
         self.left: list[Held] = []
         """Sequences that ended, the newest last."""
@@ -132,7 +135,7 @@ class EagleDrafter:
         if own.stop:
             own.waiting.clear()  # it was followed before, and has changed
         found, known = own, _usable(own, tokens)
-        for other in self.left:
+        for other in reversed(self.left):  # of those that reach equally far the newest
             if (usable := _usable(other, tokens)) > known:
                 found, known = other, usable
         if found is not own:
@@ -188,6 +191,31 @@ class EagleDrafter:
             if start + len(newest) - held.waiting[0][0] > AT_ONCE:
                 self._store(held, tokens)
 
+    def owed(self, seq_id: int, start: int, stop: int) -> tuple[int, int] | None:
+        """Rows of the window that ends at `stop`, the newest first: what there was time for is of
+        use. Those that were read since the last call are stored.
+
+        So the features a memory ends with may be those of an older row. Nothing is guessed from
+        them: the last row of a prompt is always computed, and stored, before its first guess.
+        """
+        held = self._held(seq_id)
+        older = [part for part in held.waiting if part[0] < held.first]
+        del held.waiting[: len(older)]
+        for place, features in older:
+            end = place + len(features)
+            self.grower.store(held.memory, place, features, held.ids[place + 1 : end + 1])
+        if older:
+            held.first = older[0][0]
+        self._store(held, held.ids)
+        if held.stop < stop:
+            held.first = held.stop = stop
+        start = max(start, held.stop - self.grower.window)
+        return (max(start, held.first - IN_IDLE_TIME), held.first) if start < held.first else None
+
+    def clear(self) -> None:
+        """Forget the sequences that ended."""
+        self.left.clear()
+
     def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
         """One tree for each context."""
         return [self._tree(context, rows) for context, rows in zip(contexts, max_rows, strict=True)]
@@ -228,8 +256,9 @@ class EagleDrafter:
         """Remember the sequence for a while."""
         self.void(seq_id)
         held = self.held.pop(seq_id, None)
-        if held is not None and held.end:
-            self.left = [*self.left, held][-REMEMBERED:]
+        if held is not None and held.end > held.first:
+            rest = [other for other in self.left if not _covers(held, other)]
+            self.left = [*rest, held][-REMEMBERED:]
 
     def _window(self, waiting: Sequence[tuple[int, Features]]) -> int:
         """First row of the window that ends with the newest row read."""
@@ -283,3 +312,10 @@ def _usable(held: Held, tokens: Sequence[int]) -> int:
         else:
             stop = middle - 1
     return max(0, same - 1)
+
+
+def _covers(held: Held, other: Held) -> bool:
+    """Whether all rows of `other` are stored with `held`."""
+    if held.waiting or held.first > other.first:
+        return False
+    return _usable(held, other.ids) >= other.end

@@ -67,6 +67,7 @@ class HeadsDrafter:
 
     name = "heads"
     tap_rows = 1
+    reads_late = False
 
     def __init__(
         self, grower: Grower, taps: tuple[int, ...], ahead: LaunchedGrower | None = None
@@ -90,6 +91,12 @@ class HeadsDrafter:
 
     def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None:
         """One row is enough."""
+
+    def owed(self, seq_id: int, start: int, stop: int) -> tuple[int, int] | None:
+        """Never anything."""
+
+    def clear(self) -> None:
+        """Nothing is kept of a sequence that ended."""
 
     def propose(self, contexts: Sequence[DraftContext], max_rows: Sequence[int]) -> list[DraftTree]:
         """One tree for each context."""

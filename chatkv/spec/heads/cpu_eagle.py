@@ -52,7 +52,7 @@ class CpuEagle(CpuGuesses):
 
     reads_again = False
     """A row that is computed once more takes a quarter of a plain step, and a window of them more
-    than its guesses gain in a reply of usual length."""
+    than its guesses gain in a reply of usual length. It is done in idle time."""
 
     def __init__(
         self, file: HeadFile, model: Decoder, *, depth: int = 3, children: int = 4
