@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product as pairs
 from typing import Any
@@ -163,6 +164,59 @@ def test_a_shape_of_another_model_is_refused(tmp_path, field, value):
     with pytest.raises(HeadsMismatch) as raised:
         load(path, SPEC, PRINT)
     assert field in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("inner", value) for value in (-1, 0, 2**40, 1.5, True, "x", None, [1])),
+        *(("depth", value) for value in ("5", 2**40)),
+        ("draft_ids", None),
+        ("rope_theta", "x"),
+        ("eps", -1.0),
+        ("rope_factors", [1, "x"]),
+        ("source", "other"),
+        ("taps", "abc"),
+        (None, None),
+        (None, [5]),
+    ],
+)
+def test_a_shape_that_makes_no_sense_is_refused_before_it_is_allocated(tmp_path, field, value):
+    path = written(tmp_path)
+    with safe_open(path, framework="pt") as opened:
+        shape = json.loads(opened.metadata()["shape"])
+    changed(path, shape=json.dumps({**shape, field: value} if field else value))
+    with pytest.raises(HeadsMismatch) as raised:
+        load(path, SPEC, PRINT)
+    assert (field or "shape") in raised.value.message
+
+
+@pytest.mark.parametrize("name", ["training", "measured"])
+@pytest.mark.parametrize("text", ["", "{", "null", "[1]"])
+def test_facts_that_cannot_be_read_are_damage(tmp_path, name, text):
+    path = changed(written(tmp_path), **{name: text})
+    with pytest.raises(HeadsMismatch, match=f"{name} is"):
+        load(path, SPEC, PRINT)
+
+
+def test_a_flipped_bit_is_refused_or_harmless(tmp_path):
+    path = written(tmp_path)
+    raw = path.read_bytes()
+    head = 8 + int.from_bytes(raw[:8], "little")
+    for place in range(8, head, 7):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with suppress(HeadsMismatch):
+            load(path, SPEC, PRINT)
+
+
+def test_values_of_a_file_are_told_in_one_short_line(tmp_path):
+    path = changed(written(tmp_path), tokenizer="a\n" + "x" * 70_000)
+    with pytest.raises(HeadsMismatch) as raised:
+        load(path, SPEC, PRINT)
+    assert len(raised.value.message) < 400
+    assert "\n" not in raised.value.message
 
 
 def test_a_file_cut_short_is_refused(tmp_path):

@@ -9,11 +9,12 @@ Knows names, shapes and numbers to compare; no training and no guessing.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,11 +25,16 @@ from chatkv.errors import HeadsMismatch
 from chatkv.models.spec import ModelSpec
 from chatkv.spec.heads import packed as packing
 from chatkv.spec.heads.modules import Head, new_head, parameters_of
-from chatkv.spec.heads.shape import KINDS, HeadShape, shape_for
+from chatkv.spec.heads.shape import KINDS, HeadShape, Source, shape_for
 
 FORMAT, PACKED_FORMAT = 1, 2
 """In the second, matrices are packed in eight bits."""
 DRAFT_IDS = "draft_ids"
+WIDTHS = ("hidden", "inner", "depth", "draft_ids", "num_heads", "num_kv_heads", "head_dim")
+WIDEST = 2**20
+"""Of any of them: a damaged file may say anything, and what it says is allocated."""
+SHOWN = 100
+"""Characters of a value in a message."""
 HINT = "Train heads for this model: chatkv train-heads; or leave `heads` out of --drafters."
 
 
@@ -96,7 +102,7 @@ def load(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> HeadFile:
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size if path.is_file() else "no"
         raise HeadsMismatch(
-            f"{path} is no file of draft heads: {error} ({size} bytes).", hint=HINT
+            f"{path} is no file of draft heads: {_short(error)} ({size} bytes).", hint=HINT
         ) from error
     is_packed = about.get("format") == str(PACKED_FORMAT)
     _expect(path, "format", about.get("format"), str(PACKED_FORMAT if is_packed else FORMAT))
@@ -120,8 +126,8 @@ def load(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> HeadFile:
         head.requires_grad_(False),
         _draft_ids(path, tensors.get(DRAFT_IDS), shape, spec.vocab_size),
         {name: about.get(name, "") for name in ("weights", "tokenizer")},
-        json.loads(about.get("training", "{}")),
-        json.loads(about.get("measured", "{}")),
+        _facts(path, about, "training"),
+        _facts(path, about, "measured"),
     )
 
 
@@ -157,13 +163,49 @@ def _shape(path: Path, about: Mapping[str, str]) -> HeadShape:
         fields = json.loads(about["shape"])
         factors = tuple(fields.get("rope_factors", ()))
         shape = HeadShape(**{**fields, "taps": tuple(fields["taps"]), "rope_factors": factors})
-    except (KeyError, ValueError, TypeError) as error:
+        _expect_numbers(shape)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise HeadsMismatch(
-            f"{path} says nothing usable of its shape: {error}.", hint=HINT
+            f"{path} says nothing usable of its shape: {_short(error)}.", hint=HINT
         ) from error
     if shape.kind not in KINDS:
         _expect(path, "kind", shape.kind, " or ".join(KINDS))
     return shape
+
+
+def _expect_numbers(shape: HeadShape) -> None:
+    """Raise ValueError unless all is of its type and no width is beyond reason."""
+    good = {name: range(1, WIDEST + 1) for name in WIDTHS}
+    for name, value in asdict(shape).items():
+        match name:
+            case "taps":
+                right = all(type(tap) is int for tap in value)
+            case "kind" | "norms_residual":
+                right = True
+            case "source":
+                right = value in get_args(Source)
+            case "rope_factors":
+                right = len(value) in (0, shape.head_dim // 2) and all(map(_is_positive, value))
+            case _ if name in good:
+                right = type(value) is int and value in good[name]
+            case _:
+                right = _is_positive(value)
+        if not right:
+            raise ValueError(f"{name} is {_short(value)}")
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+def _facts(path: Path, about: Mapping[str, str], name: str) -> dict[str, Any]:
+    try:
+        facts = json.loads(about.get(name, "{}"))
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        _expect(path, name, about[name], "a JSON object")
+    return facts
 
 
 def _draft_ids(path: Path, ids: Tensor | None, shape: HeadShape, vocab_size: int) -> Tensor:
@@ -179,6 +221,11 @@ def _draft_ids(path: Path, ids: Tensor | None, shape: HeadShape, vocab_size: int
 def _expect(path: Path, name: str, found: object, needed: object) -> None:
     if found != needed:
         raise HeadsMismatch(
-            f"{path.name} does not fit this model: {name} is {found}, needed is {needed}.",
+            f"{path.name} does not fit this model: {name} is {_short(found)}, needed is {needed}.",
             hint=HINT,
         )
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
