@@ -193,7 +193,7 @@ class ChildEngine:
             answers = self._answers[request_id] = queue.SimpleQueue()
         try:
             self._send({"op": op, "id": request_id, **fields})
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no answer will come for it
             del self._answers[request_id]
             raise
 

@@ -186,7 +186,7 @@ def _open(path: Path, limit_bytes: int, salt: bytes | None, notices: list[str]) 
         reader = connect(path)
         _tune(reader, limit_bytes)
         return PageFile(path, writer, reader, _inode(path), found, notices)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too: nobody holds what would close it
         writer.close()
         raise
 
@@ -240,7 +240,7 @@ def _open_read_only(path: Path) -> PageFile:
         notice = f"{path} can only be read: stored pages are used, new ones are not saved."
         writer = connect(path, read_only=True, immutable=immutable)
         return PageFile(path, writer, reader, _inode(path), salt, [notice], read_only=True)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too: nobody holds what would close it
         reader.close()
         raise
 

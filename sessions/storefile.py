@@ -50,7 +50,7 @@ class StoreFile:
             self._db = self._open(read_only)
             try:
                 self._prepare()
-            except BaseException:
+            except BaseException:  # a Ctrl-C too: nobody holds what would close it
                 self._db.close()
                 raise
 

@@ -92,7 +92,7 @@ def open_workspace(
         engine = make_engine(settings, model, ephemeral=ephemeral, logged=not ephemeral)
         chats = make_chats(store, engine, settings, model, policy=policy)
         return Workspace(settings, store, engine, chats, model, ephemeral)
-    except BaseException:
+    except BaseException:  # a Ctrl-C while the model loads, too: the store is to be closed
         store.close()
         raise
 

@@ -286,7 +286,7 @@ class PageTable:
                 if index >= gone and index not in pages:
                     assert turn is not None, f"{op} moves positions"
                     pages[index] = turn(span, originals[index])
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: no table owns these pages yet
             self._release([*pages.values(), *originals.values()])
             raise
         self.pages = [pages[index] for index in range(gone, len(stage.spans))]

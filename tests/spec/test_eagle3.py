@@ -193,12 +193,32 @@ def test_an_imported_head_guesses_as_its_makers_do(tmp_path, layout):
         ({"norm_before_fc": True}, ["norm before fc is True"]),
         ({"speculators_model_type": "mtp"}, ["speculators_model_type is mtp", "eagle3"]),
         ({"intermediate_size": "wide"}, ["lacks or garbles"]),
+        ({"num_attention_heads": 0}, ["lacks or garbles"]),
+        ({"num_attention_heads": 10**6}, ["shape of qkv"]),
+        ({"head_dim": -1}, ["head_dim is -1"]),
+        ({"num_key_value_heads": 2**53}, [f"num_kv_heads is {2**53}"]),
+        ({"eagle_aux_hidden_state_layer_ids": 5}, ["lacks or garbles"]),
+        ({"rope_theta": float("inf")}, ["rope_theta is inf"]),
     ],
 )
 def test_what_does_not_fit_is_named_with_both_values(tmp_path, more, words):
     with pytest.raises(HeadsMismatch) as raised:
         eagle3.read(safe_ai_lab(tmp_path / "head", **more), SPEC, PRINT)
     assert all(word in raised.value.message for word in words), raised.value.message
+
+
+@pytest.mark.parametrize("name", ["norm_before_residual", "eagle_aux_hidden_state_layer_ids"])
+def test_speculators_has_to_say_what_cannot_be_guessed(tmp_path, name):
+    with pytest.raises(HeadsMismatch, match=f"lacks or garbles '{name}'"):
+        eagle3.read(speculators(tmp_path / "head", **{name: None}), SPEC, PRINT)
+
+
+def test_both_maps_of_ids_must_agree(tmp_path):
+    folder, tensors = safe_ai_lab(tmp_path / "head"), weights("midlayer.")
+    tensors["t2d"][int(tensors["t2d"].nonzero()[0])] = False
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(HeadsMismatch, match="t2d and d2t do not share is 1, needed is 0"):
+        eagle3.read(folder, SPEC, PRINT)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):

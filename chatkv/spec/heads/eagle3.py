@@ -22,13 +22,20 @@ from torch import Tensor
 from chatkv.errors import HeadsMismatch
 from chatkv.models.folder import rope_factors
 from chatkv.models.spec import ModelSpec
-from chatkv.spec.heads.file import HeadFile, expect_shape, target_of
-from chatkv.spec.heads.modules import EagleHead
+from chatkv.spec.heads.file import (
+    HeadFile,
+    expect_numbers,
+    expect_shape,
+    filled,
+    outline,
+    target_of,
+)
 from chatkv.spec.heads.shape import HeadShape, shape_for
 
 HINT = "An EAGLE-3 head has one Llama layer over three tapped layers of its target."
 LAYERS = ("midlayer.", "layers.0.", "model.layers.0.")
 """What the names of the layer's tensors begin with."""
+TAPS = "eagle_aux_hidden_state_layer_ids"
 DEPTH = 5
 
 
@@ -45,7 +52,7 @@ def read(folder: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> HeadFil
     shape = _shape(folder, config, layer, spec)
     expect_shape(folder, shape, spec)
     _expect(folder, "vocabulary", int(layer["vocab_size"]), spec.vocab_size)
-    head = EagleHead(shape)
+    head = outline(shape)
     prefix = next((p for p in LAYERS if f"{p}hidden_norm.weight" in tensors), LAYERS[0])
 
     def tensor(name: str) -> Tensor:
@@ -72,9 +79,9 @@ def read(folder: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> HeadFil
     for name, weight in found.items():
         place = head.get_parameter(name)
         _expect(folder, f"shape of {name}", tuple(weight.shape), tuple(place.shape))
-        place.data.copy_(weight)
+    found["confidence"] = torch.zeros(spec.hidden_size + 1)  # says nothing of its guesses
     return HeadFile(
-        head.requires_grad_(False),
+        filled(head, found),
         _draft_ids(folder, tensors, shape.draft_ids, spec.vocab_size),
         target_of(spec, tokenizer_fingerprint),
         {"imported": folder.name, "kind": "EAGLE-3"},
@@ -135,13 +142,9 @@ def _refuse(
 def _shape(
     folder: Path, config: Mapping[str, Any], layer: Mapping[str, Any], spec: ModelSpec
 ) -> HeadShape:
-    taps = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
-    if not taps:
-        taps = (2, spec.num_layers // 2, spec.num_layers - 3)  # as the first ones were trained
-    _expect(folder, "number of taps", len(taps), 3)
     try:
+        taps = _taps(config, spec)
+        _expect(folder, "number of taps", len(taps), 3)
         heads, hidden = int(layer["num_attention_heads"]), int(layer["hidden_size"])
         dim = int(layer.get("head_dim") or hidden // heads)
         rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
@@ -149,7 +152,7 @@ def _shape(
         draft_ids = int(config.get("draft_vocab_size") or layer["vocab_size"])
         _expect(folder, "hidden", int(config.get("target_hidden_size") or hidden), spec.hidden_size)
         base = shape_for("eagle", spec, depth=DEPTH)
-        return replace(
+        shape = replace(
             base,
             hidden=hidden,
             taps=tuple(int(tap) for tap in taps),
@@ -161,13 +164,31 @@ def _shape(
             rope_theta=theta,
             source="eagle3",
             eps=float(layer.get("rms_norm_eps", 1e-6)),
-            norms_residual=bool(config.get("norm_before_residual", False)),
+            norms_residual=bool(_said(config, "norm_before_residual", False)),
             rope_factors=rope_factors(folder, rope, theta, dim),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        expect_numbers(shape)
+        return shape
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise HeadsMismatch(
             f"{folder / 'config.json'} lacks or garbles {error}.", hint=HINT
         ) from error
+
+
+def _taps(config: Mapping[str, Any], spec: ModelSpec) -> Any:
+    taps = config.get(TAPS) or (config.get("eagle_config") or {}).get(TAPS)
+    # What SafeAILab's code does, whose files do not say it.
+    return taps or _said(config, TAPS, (2, spec.num_layers // 2, spec.num_layers - 3))
+
+
+def _said(config: Mapping[str, Any], name: str, otherwise: object) -> object:
+    """A setting that the layout of Speculators has to name: a wrong guess would pass unseen.
+
+    Raises KeyError.
+    """
+    if "speculators_model_type" in config and config.get(name) is None:
+        raise KeyError(name)
+    return config.get(name, otherwise)
 
 
 def _draft_ids(folder: Path, tensors: Mapping[str, Tensor], count: int, vocab_size: int) -> Tensor:
@@ -179,6 +200,10 @@ def _draft_ids(folder: Path, tensors: Mapping[str, Tensor], count: int, vocab_si
     inside = int(((ids >= 0) & (ids < vocab_size)).sum())
     _expect(folder, f"number of draft ids below {vocab_size}", inside, count)
     _expect(folder, "number of different draft ids", len(ids.unique()), count)
+    if "t2d" in tensors:
+        marked = tensors["t2d"].nonzero().flatten()
+        differ = len(set(marked.tolist()) ^ set(ids.tolist()))
+        _expect(folder, "number of ids that t2d and d2t do not share", differ, 0)
     return ids
 
 

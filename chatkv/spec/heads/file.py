@@ -110,7 +110,7 @@ def load(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> HeadFile:
         _expect(path, name, about.get(name), needed)
     shape = _shape(path, about)
     expect_shape(path, shape, spec)
-    head = new_head(shape)
+    head, weights = outline(shape), dict[str, Tensor]()
     for name, weight in parameters_of(head):
         found = tuple(tensors[name].shape) if name in tensors else None
         _expect(path, f"shape of {name}", found, tuple(weight.shape))
@@ -121,14 +121,27 @@ def load(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> HeadFile:
             _expect(path, f"shape of the scales of {name}", tuple(scales.shape), blocks)
             read = packing.unpack(read, scales)
         _expect(path, f"{name} is finite", bool(read.isfinite().all()), True)
-        weight.data.copy_(read)
+        weights[name] = read
     return HeadFile(
-        head.requires_grad_(False),
+        filled(head, weights),
         _draft_ids(path, tensors.get(DRAFT_IDS), shape, spec.vocab_size),
         {name: about.get(name, "") for name in ("weights", "tokenizer")},
         _facts(path, about, "training"),
         _facts(path, about, "measured"),
     )
+
+
+def outline(shape: HeadShape) -> Head:
+    """A head without memory for its weights: what a file says of its shape may be anything."""
+    with torch.device("meta"):
+        return new_head(shape)
+
+
+def filled(head: Head, weights: Mapping[str, Tensor]) -> Head:
+    """An outline with weights of its shapes, float32."""
+    copies = {name: weight.to(torch.float32, copy=True) for name, weight in weights.items()}
+    head.load_state_dict(copies, assign=True)
+    return head.requires_grad_(False)
 
 
 def kind_for(path: Path, spec: ModelSpec, tokenizer_fingerprint: bytes) -> str | None:
@@ -163,7 +176,7 @@ def _shape(path: Path, about: Mapping[str, str]) -> HeadShape:
         fields = json.loads(about["shape"])
         factors = tuple(fields.get("rope_factors", ()))
         shape = HeadShape(**{**fields, "taps": tuple(fields["taps"]), "rope_factors": factors})
-        _expect_numbers(shape)
+        expect_numbers(shape)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise HeadsMismatch(
             f"{path} says nothing usable of its shape: {_short(error)}.", hint=HINT
@@ -173,7 +186,7 @@ def _shape(path: Path, about: Mapping[str, str]) -> HeadShape:
     return shape
 
 
-def _expect_numbers(shape: HeadShape) -> None:
+def expect_numbers(shape: HeadShape) -> None:
     """Raise ValueError unless all is of its type and no width is beyond reason."""
     good = {name: range(1, WIDEST + 1) for name in WIDTHS}
     for name, value in asdict(shape).items():
@@ -203,9 +216,8 @@ def _facts(path: Path, about: Mapping[str, str], name: str) -> dict[str, Any]:
         facts = json.loads(about.get(name, "{}"))
     except ValueError:
         facts = None
-    if not isinstance(facts, dict):
-        _expect(path, name, about[name], "a JSON object")
-    return facts
+    _expect(path, f"{name} is a JSON object", isinstance(facts, dict), True)
+    return dict(facts or {})
 
 
 def _draft_ids(path: Path, ids: Tensor | None, shape: HeadShape, vocab_size: int) -> Tensor:
