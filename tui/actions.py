@@ -40,6 +40,8 @@ ACTIONS = (
     Action("app.chats", "f2", "app.chats", "Chats", "Find, open, fork, rename or trash a chat"),
     Action("app.palette", "ctrl+p", "app.command_palette", "More", "Everything", palette=False),
     Action("app.quit", "ctrl+q", "app.quit", "Quit", "Leave; what was said is saved"),
+    Action("app.suspend", "ctrl+z", "app.suspend_process", "Suspend", "Go to the shell; `fg` comes "
+           "back"),
     Action("chat.stop", "escape", "screen.leave", "Stop", "Stop the reply; what has come is kept",
            "box"),
     Action("chat.interrupt", "ctrl+c", "screen.interrupt", "", "Copy a selection; else stop; else "
@@ -66,6 +68,8 @@ ACTIONS = (
            "typing", palette=False),
     Action("box.complete", "tab", "complete", "", "Complete a slash command", "typing",
            palette=False),
+    Action("box.undo", "ctrl+underscore", "undo", "", "Undo, also a text that was cleared or sent",
+           "typing", palette=False),
     Action("box.history", "up,down", "", "", "Earlier prompts, from the first and last line",
            "typing", palette=False),
     Action("view.page_up", "pageup", "screen.scroll_by('page', -1)", "", "A page up", "transcript",
@@ -152,7 +156,7 @@ ALIASES = {"quit": "exit", "q": "exit", "bye": "exit", "?": "help", "clear": "ne
 _KEY_NAMES = {
     "escape": "Esc", "enter": "Enter", "tab": "Tab", "up": "Up", "down": "Down", "home": "Home",
     "end": "End", "pageup": "PgUp", "pagedown": "PgDn", "slash": "/",
-    "left_square_bracket": "[", "right_square_bracket": "]",
+    "underscore": "_", "left_square_bracket": "[", "right_square_bracket": "]",
 }  # fmt: skip
 
 

@@ -124,6 +124,7 @@ class ChatApp(App[None]):
         if threading.current_thread() is threading.main_thread():
             for number, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)):
                 loop.add_signal_handler(number, self.leave, code)
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         self.call_after_refresh(self._open_first)
 
     def _open_first(self) -> None:

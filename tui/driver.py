@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from typing import TextIO, cast
 
 from textual.app import App
@@ -34,7 +36,8 @@ class Lasting:
 
 
 class TerminalDriver(LinuxDriver):
-    """Textual's driver, but a terminal that is closed cannot stop the program from leaving."""
+    """Textual's driver, but a terminal that is closed cannot stop the program from leaving, and one
+    that suspends takes those along who wait for it."""
 
     def __init__(
         self,
@@ -44,6 +47,25 @@ class TerminalDriver(LinuxDriver):
         mouse: bool = True,
         size: tuple[int, int] | None = None,
     ) -> None:
+        self._continued = False
         super().__init__(app, debug=debug, mouse=mouse, size=size)
         if self._file is not None:
             self._file = cast(TextIO, Lasting(self._file))
+
+    def _sigtstp_application(self, *_: object) -> None:
+        """Stop the whole job, as the terminal does it: a `make chat` that went on waiting would
+        keep the shell from seeing that anything stopped. Where no shell could continue it, the
+        kernel stops nothing."""
+        if self._auto_restart:
+            self.suspend_application_mode()
+            self._must_signal_resume = True
+        self._continued = False
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.killpg(0, signal.SIGTSTP)  # returns when the job is continued
+        signal.signal(signal.SIGTSTP, self._sigtstp_application)
+        if not self._continued:
+            self._sigcont_application()
+
+    def _sigcont_application(self, *_: object) -> None:
+        self._continued = True
+        super()._sigcont_application()

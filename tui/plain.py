@@ -141,8 +141,10 @@ class PlainChat:
         stays = interrupts.exit_code == 130 and self._interactive
         return 0 if stays else interrupts.exit_code
 
-    def _do_help(self, _: Slash) -> None:
-        rows = [[command.usage, command.help] for command in actions.COMMANDS]
+    def _do_help(self, line: Slash) -> None:
+        topic = slash.topic(line)
+        told = [command for command in actions.COMMANDS if topic in ("", command.name)]
+        rows = [[command.usage, command.help] for command in told]
         for text in output.columns(rows):
             output.note(text)
 
@@ -185,13 +187,11 @@ class PlainChat:
         return self._reply(lambda: self._chat.edit(turn.id, text)) if text else 0
 
     def _do_set(self, line: Slash) -> None:
-        name, _, value = line.rest.partition(" ")
-        if not name:
+        if not line.rest:
             for key, setting in self._chat.sampling.items():
                 output.note(f"{key} {setting}")
             return
-        key = schema.key_of(name)
-        self._chat.set(key.removeprefix("sampling."), schema.read(key, value.strip()))
+        self._chat.set(*slash.setting(line))
 
     def _do_spec(self, line: Slash) -> None:
         if line.rest:

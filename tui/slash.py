@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from chatkv.errors import UsageError
+from tui import schema
 from tui.actions import ALIASES, COMMANDS, Command
 from tui.safe_text import SafeText, safe_line
 
@@ -41,10 +43,7 @@ def parse(text: str) -> Slash | str:
     name, _, rest = text[1:].partition(" ")
     name = ALIASES.get(name.strip(), name.strip())
     if name not in BY_NAME:
-        raise UsageError(
-            f"There is no command /{safe_line(name)[:40]}.",
-            hint=f"{_nearest(name)}//... sends a text that starts with a slash.",
-        )
+        raise _unknown(name, rest)
     return Slash(name, rest.strip())
 
 
@@ -74,14 +73,34 @@ def complete(text: str) -> SafeText | None:
 
 
 def setting(slash: Slash) -> tuple[str, Any]:
-    """Key and value of `/set KEY VALUE`. Raises UsageError."""
-    key, _, value = slash.rest.partition(" ")
-    if not key or not value.strip():
+    """Key and value of `/set KEY VALUE`; `null` takes a setting away.
+
+    A value may be written as JSON: several stop texts, or one with a line break.
+
+    Raises:
+        UsageError: One of them is missing.
+        ConfigError: There is no such setting, or it cannot have that value.
+    """
+    name, _, value = slash.rest.partition(" ")
+    if not name or not value.strip():
         raise UsageError("/set takes a name and a value.", hint="For example: /set temperature 0.7")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value.strip()
+    key = schema.key_of(name)
+    raw: Any = value.strip()
+    with suppress(ValueError):
+        found = json.loads(raw)
+        if found is None:
+            return key.removeprefix("sampling."), None
+        raw = found if isinstance(found, str | list) else raw
+    return key.removeprefix("sampling."), schema.read(key, raw)
+
+
+def topic(slash: Slash) -> str:
+    """The command that `/help COMMAND` is about, if any. Raises UsageError."""
+    name = slash.rest.removeprefix("/")
+    name = ALIASES.get(name, name)
+    if name and name not in BY_NAME:
+        raise _unknown(name)
+    return name
 
 
 def turn_and_name(slash: Slash) -> tuple[int | None, str]:
@@ -90,6 +109,15 @@ def turn_and_name(slash: Slash) -> tuple[int | None, str]:
     return (int(first), rest.strip()) if re.fullmatch(r"\d{1,9}", first) else (None, slash.rest)
 
 
-def _nearest(name: str) -> str:
+def _unknown(name: str, rest: str = "") -> UsageError:
     near = difflib.get_close_matches(name, [*BY_NAME, *ALIASES], 1, 0.6)
-    return f"Did you mean /{ALIASES.get(near[0], near[0])}? " if near else "F1 lists them. "
+    if f"sampling.{name}" in schema.SETTINGS:
+        hint = f"Did you mean /set {safe_line(f'{name} {rest}'.strip())[:40]}?"
+    elif near:
+        hint = f"Did you mean /{ALIASES.get(near[0], near[0])}?"
+    else:
+        hint = "/help lists them."
+    return UsageError(
+        f"There is no command /{safe_line(name)[:40]}.",
+        hint=f"{hint} //... sends a text that starts with a slash.",
+    )

@@ -379,7 +379,7 @@ async def test_slash_commands_that_change_the_chat() -> None:
         await on.press("enter")
         await on.shows("new › main")
         await on.enter("/set nonsense 1")
-        await on.shows("There is no sampling setting 'nonsense'.")
+        await on.shows("There is no option 'nonsense'.")
         assert on.chat_screen.prompt.text == "/set nonsense 1"
         on.chat_screen.prompt.clear()
         await on.enter("/spec none")

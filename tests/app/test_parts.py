@@ -9,7 +9,7 @@ from app.fakes import AT_MS, FakeChats, FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatkv.errors import ContextFull, EngineLost, UsageError, plural
+from chatkv.errors import ConfigError, ContextFull, EngineLost, UsageError, plural
 from chatkv.events import Delta, Done, Failed, Prefill, Rendered, Usage
 from sessions.port import ChatRow, TreeTurn
 from tui import slash
@@ -117,6 +117,23 @@ def test_unknown_command_offers_the_nearest() -> None:
     assert "/fork" in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("/temperature 0.5", "Did you mean /set temperature 0.5?"), ("/xyzzy", "/help lists them.")],
+)
+def test_unknown_command_offers_the_way_to_what_was_meant(text, hint) -> None:
+    with pytest.raises(UsageError) as error:
+        slash.parse(text)
+    assert error.value.hint.startswith(f"{hint} ")
+
+
+def test_help_is_about_commands_that_there_are() -> None:
+    assert slash.topic(slash.Slash("help", "")) == ""
+    assert slash.topic(slash.Slash("help", "/quit")) == "exit"
+    with pytest.raises(UsageError, match="no command /foork"):
+        slash.topic(slash.Slash("help", "foork"))
+
+
 def test_completion_goes_as_far_as_it_is_clear() -> None:
     assert slash.complete("/fo") == "/for"
     assert slash.complete("/fork") == "/fork "
@@ -129,7 +146,14 @@ def test_completion_goes_as_far_as_it_is_clear() -> None:
 
 def test_setting_values_are_json_or_text() -> None:
     assert slash.setting(slash.Slash("set", "temperature 0.5")) == ("temperature", 0.5)
-    assert slash.setting(slash.Slash("set", "stop END")) == ("stop", "END")
+    assert slash.setting(slash.Slash("set", "stop END")) == ("stop", ("END",))
+    assert slash.setting(slash.Slash("set", 'stop ["a b", "\\n"]')) == ("stop", ("a b", "\n"))
+    assert slash.setting(slash.Slash("set", "seed null")) == ("seed", None)
+    with pytest.raises(ConfigError, match="temperature is '99', but must be 0"):
+        slash.setting(slash.Slash("set", "temperature 99"))
+    with pytest.raises(ConfigError) as unknown:
+        slash.setting(slash.Slash("set", "temprature 0.5"))
+    assert unknown.value.hint == "Did you mean temperature?"
     with pytest.raises(UsageError):
         slash.setting(slash.Slash("set", "temperature"))
     assert slash.turn_and_name(slash.Slash("fork", "3 a b")) == (3, "a b")

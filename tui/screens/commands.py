@@ -22,7 +22,7 @@ def run_command(screen: ChatScreen, command: Slash) -> None:
     app, rest = screen.app, command.rest
     match command.name:
         case "help":
-            app.push_screen(HelpScreen(safe_line(rest.lstrip("/"))))
+            app.push_screen(HelpScreen(SafeText(slash.topic(command))))
         case "new":
             screen.action_new(rest)
         case "open" if rest:
