@@ -317,7 +317,7 @@ async def test_ctrl_c_clears_then_quits_when_pressed_twice() -> None:
         on.type("draft")
         await on.press("ctrl+c")
         assert on.chat_screen.prompt.text == ""
-        await on.press("ctrl+z")
+        await on.press("ctrl+underscore")
         assert on.chat_screen.prompt.text == "draft"
         await on.press("ctrl+c", "ctrl+c")
         await on.shows("Ctrl+C again quits")
