@@ -37,6 +37,15 @@ def test_each_command_and_option_is_documented(name, command):
             assert f"`{shortest}" in section[0], f"{name} {option.opts}"
 
 
+@pytest.mark.parametrize(("name", "command"), list(commands()), ids=lambda x: str(x))
+def test_each_option_says_what_it_is_for_and_takes(name, command):
+    context = click.Context(command, info_name=name)
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help, f"{name} {option.opts}"
+            assert "RANGE" not in option.make_metavar(context), f"{name} {option.opts}"
+
+
 def test_global_options_are_documented():
     for option in cli.cli.params:
         assert f"`{option.opts[0]}" in PAGE

@@ -33,12 +33,14 @@ from tui.printers import printer
 @sampling_options
 @resume_options
 @click.option("-r", "--resume", metavar="ID", type=TEXT, help="Continue this chat.")
-@click.option("-f", "--file", "files", type=FILE, multiple=True, help="A file to put behind it.")
+@click.option(
+    "-f", "--file", "files", type=FILE, multiple=True, help="A file to put behind PROMPT."
+)
 @json_option
 @click.option("--jsonl", is_flag=True, help="One event a line.")
 @click.option("--raw", is_flag=True, help="The exact text, on a terminal too.")
 @click.option("-x", "--extract", is_flag=True, help="Only the last code block of the reply.")
-@click.option("--stop", multiple=True, type=TEXT, metavar="S", help="A text that ends the reply.")
+@click.option("--stop", multiple=True, type=TEXT, metavar="S", help="Text that ends the reply.")
 @click.option(
     "--json-schema", type=TEXT, metavar="FILE|JSON", help="The reply is JSON of this schema."
 )

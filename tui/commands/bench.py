@@ -80,7 +80,14 @@ def bench() -> None:
     metavar="R,..",
     help="New rows of a sequence: 1, 16 of a tree, all of a prefill by default.",
 )
-@click.option("--seqs", type=click.IntRange(1), default=1, show_default=True, metavar="N")
+@click.option(
+    "--seqs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Sequences side by side.",
+)
 @click.option(
     "--heads",
     type=Heads(),
@@ -89,18 +96,27 @@ def bench() -> None:
     metavar="HQ/HK",
     help="Query heads and kv heads.",
 )
-@click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, metavar="D")
+@click.option(
+    "--head-dim",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    metavar="D",
+    help="Size of a head.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16", "fp32"]),
     default="bf16",
     show_default=True,
+    help="Of queries, keys and values.",
 )
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
+    help="Where attention runs.",
 )
 @result_options(runs=20, runs_help="Times each row is measured; the median is shown.")
 @click.pass_obj

@@ -47,12 +47,29 @@ class Lengths(click.ParamType):
 )
 @click.option("--text", "texts", type=FILE, multiple=True, metavar="FILE", help="UTF-8 text.")
 @click.option(
-    "--tokens", type=click.IntRange(min=64), default=4096, show_default=True, help="Of each text."
+    "--tokens",
+    type=click.IntRange(min=64),
+    default=4096,
+    show_default=True,
+    metavar="N",
+    help="Of each text.",
 )
 @click.option(
-    "--needle-lengths", type=Lengths(), default="512,2048,8192", show_default=True, metavar="L,.."
+    "--needle-lengths",
+    type=Lengths(),
+    default="512,2048,8192",
+    show_default=True,
+    metavar="L,..",
+    help="Tokens of the texts that hide a needle.",
 )
-@click.option("--needles", type=click.IntRange(1, 20), default=20, show_default=True, metavar="N")
+@click.option(
+    "--needles",
+    type=click.IntRange(1, 20),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Texts of each length.",
+)
 @device_option
 @click.option("-m", "--model", metavar="MODEL", help="Catalogue name, .gguf or folder.")
 @click.option("--threads", metavar="N", help="CPU threads.")

@@ -39,10 +39,24 @@ NOISE = 1.02
 
 
 @click.command(cls=Command, short_help="Drafting: identity first, then speed.")
-@click.option("--prompts", type=FILE, multiple=True, metavar="PATH", help="JSONL file or folder.")
+@click.option(
+    "--prompts",
+    type=FILE,
+    multiple=True,
+    metavar="PATH",
+    help="JSONL file or folder; else a few built in.",
+)
 @click.option("--drafters", metavar="A,..", help="Who guesses: auto, or ngram,history,heads,...")
 @draft_model_option
-@click.option("--temperature", "temperatures", type=Numbers(), default="0,0.7,1", show_default=True)
+@click.option(
+    "--temperature",
+    "temperatures",
+    type=Numbers(),
+    default="0,0.7,1",
+    show_default=True,
+    metavar="T,..",
+    help="All prompts are played at each.",
+)
 @click.option(
     "--spec",
     "modes",
@@ -52,7 +66,14 @@ NOISE = 1.02
     help="Drafting: auto|chain:N|tree:N.",
 )
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N conversations.")
-@click.option("--max-tokens", type=click.IntRange(min=2), default=128, show_default=True)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=2),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Most tokens of a reply.",
+)
 @device_option
 @kv_dtype_option
 @click.option("-m", "--model", metavar="MODEL", help="Catalogue name, .gguf or folder.")

@@ -27,7 +27,13 @@ id_argument = click.argument("ref", metavar="ID", type=TEXT)
 
 @click.command(name="list", cls=Command, short_help="List the chats, newest first.")
 @click.option("--trash", is_flag=True, help="Those in the trash.")
-@click.option("--sort", type=click.Choice(list(SORTS)), default="updated", show_default=True)
+@click.option(
+    "--sort",
+    type=click.Choice(list(SORTS)),
+    default="updated",
+    show_default=True,
+    help="What comes first.",
+)
 @click.option("-n", "--limit", type=click.IntRange(min=1), metavar="N", help="At most N.")
 @json_option
 @click.pass_obj
@@ -47,7 +53,15 @@ def list_(found: Globals, trash: bool, sort: str, limit: int | None, as_json: bo
 
 @click.command(cls=Command, short_help="Find chats by their words.")
 @click.argument("query", type=TEXT)
-@click.option("-n", "--limit", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="At most N.",
+)
 @json_option
 @click.pass_obj
 def search(found: Globals, query: str, limit: int, as_json: bool) -> None:

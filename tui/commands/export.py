@@ -26,8 +26,17 @@ FORMATS = ("chatkv", "openai", "sharegpt", "markdown")
 
 @click.command(cls=Command, short_help="Write chats to a file.")
 @click.argument("refs", metavar="ID...", nargs=-1, required=True, type=TEXT)
-@click.option("-o", "--output", "target", type=FILE, metavar="FILE", help="- is stdout.")
-@click.option("--format", "kind", type=click.Choice(FORMATS), default="chatkv", show_default=True)
+@click.option(
+    "-o", "--output", "target", type=FILE, metavar="FILE", help="Where to; else to stdout."
+)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(FORMATS),
+    default="chatkv",
+    show_default=True,
+    help="chatkv alone keeps ids, seeds and forks.",
+)
 @click.option("--path", "path_only", is_flag=True, help="Only the open path, without other forks.")
 @click.option("--with-kv", is_flag=True, help="Stored pages too, as .safetensors beside FILE.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")

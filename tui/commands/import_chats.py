@@ -24,7 +24,14 @@ SHOWN = 10
 
 @click.command(name="import", cls=Command, short_help="Read chats from files.")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=FILE)
-@click.option("--format", "kind", type=click.Choice(FORMATS), default="auto", show_default=True)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(FORMATS),
+    default="auto",
+    show_default=True,
+    help="What FILE is; auto looks into it.",
+)
 @click.option("--name", type=TEXT, default="", metavar="N", help="Name of the chat.")
 @click.option("--trust-kv", is_flag=True, help="Use the pages beside FILE, after checks.")
 @click.option(

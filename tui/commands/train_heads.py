@@ -20,7 +20,13 @@ LEAST_MINUTES = 2.0
 
 @click.command(cls=Command, name="train-heads", short_help="Train draft heads for a model.")
 @click.argument("model", required=False)
-@click.option("--prompts", type=FILE, multiple=True, metavar="PATH", help="JSONL file or folder.")
+@click.option(
+    "--prompts",
+    type=FILE,
+    multiple=True,
+    metavar="PATH",
+    help="JSONL file or folder; else a few built in.",
+)
 @click.option("--measure", "measured", type=FILE, multiple=True, metavar="PATH",
               help="Prompts to measure with, never trained on.")  # fmt: skip
 @click.option("--minutes", type=click.FloatRange(min=LEAST_MINUTES), default=25.0, metavar="N",

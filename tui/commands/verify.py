@@ -43,11 +43,38 @@ class Numbers(click.ParamType):
 
 
 @click.command(cls=Command, short_help="Prove that drafting changes no token.")
-@click.option("--prompts", type=FILE, multiple=True, metavar="PATH", help="JSONL file or folder.")
+@click.option(
+    "--prompts",
+    type=FILE,
+    multiple=True,
+    metavar="PATH",
+    help="JSONL file or folder; else a few built in.",
+)
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N conversations.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--temperature", "temperatures", type=Numbers(), default="0,0.7,1", show_default=True)
-@click.option("--drafters", default="ngram,random", show_default=True, metavar="A,..")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Most tokens of a reply.",
+)
+@click.option(
+    "--temperature",
+    "temperatures",
+    type=Numbers(),
+    default="0,0.7,1",
+    show_default=True,
+    metavar="T,..",
+    help="All prompts are played at each.",
+)
+@click.option(
+    "--drafters",
+    default="ngram,random",
+    show_default=True,
+    metavar="A,..",
+    help="Who guesses: ngram, history, heads, random, ...",
+)
 @draft_model_option
 @click.option("-m", "--model", metavar="MODEL", help="Catalogue name, .gguf or folder.")
 @device_option
