@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 from chatkv.batch import tree_batch
 from chatkv.config import EngineConfig
-from chatkv.errors import ConfigError, ContextFull, UsageError
-from chatkv.forget import Limits, Slide, reserve_tokens
+from chatkv.errors import ConfigError, UsageError
+from chatkv.forget import Limits, Slide, expect_fits, reserve_tokens
 from chatkv.grammar import Grammars
 from chatkv.kv.chain import Chain
 from chatkv.kv.format import KVFormat
 from chatkv.kv.gauges import Gauges, gauges
 from chatkv.kv.keys import fingerprint, root_key
 from chatkv.kv.layout import stages
-from chatkv.kv.ops import Op, check_ops
+from chatkv.kv.ops import Op
 from chatkv.kv.pool import PagePool
 from chatkv.kv.prefix import CachedPage, PrefixCache
 from chatkv.kv.price import Preview, Price, Pricer
@@ -44,15 +43,9 @@ from chatkv.spec.memory import DraftMemory
 from chatkv.spec.proposal import Proposal, StaleTree, ran, settled, walked
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.token_log import TokenLog
-from chatkv.spec.tree import MAX_DEPTH, DraftTree
 from chatkv.spec.verify import Accepted
+from chatkv.step_costs import known_costs
 
-COST_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Row counts whose step is timed at start."""
-DEVICE_COST_ROWS = (*COST_ROWS, 32)
-"""On a device, where rows are next to free."""
-SAME_COST = 0.25
-"""Share by which a step may take longer or shorter than in an earlier run and count as the same."""
 QUEUE_BYTES, DEVICE_QUEUE_BYTES = 64 << 20, 512 << 20
 """Page rows that may wait for the disk; a device fills pages faster than a disk takes them."""
 
@@ -113,7 +106,7 @@ class Engine:
         self.grammars = Grammars(model.tokenizer, spec.vocab_size, spec.eos_ids)
         self.memory = memory
         known = memory.load() if memory is not None else {}
-        self.costs = dict(costs) if costs is not None else self.known_costs(known)
+        self.costs = dict(costs) if costs is not None else known_costs(model, self.pool, known)
         self.drafting = Drafting(
             drafters, self.costs, config.spec, guard=guard, look_again=self.prompts.look_again
         )
@@ -153,7 +146,7 @@ class Engine:
         if not tokens:
             raise UsageError("There is nothing to answer.", hint="Give at least one token.")
         limits = self.limits(params.max_tokens)
-        self._expect_ops(ops, len(tokens), limits)
+        expect_fits(ops, len(tokens), limits)
         vocab_size = self.model.spec.vocab_size
         if params.logit_bias and params.logit_bias[-1][0] >= vocab_size:
             raise ConfigError(
@@ -307,7 +300,7 @@ class Engine:
                 reserved.keep(accepted[-1].rows, moved=result.has_moved(place))
                 first += len(tree)
         for seq, gained in zip(seqs, accepted, strict=True):
-            self.prompts.remember(seq, seq.table.num_tokens - len(gained.rows))
+            self.prompts.keeper.remember(seq, seq.table.num_tokens - len(gained.rows))
         ended = perf_counter()
 
         def record() -> StepRecord:
@@ -331,7 +324,7 @@ class Engine:
     def finish(self, seq: Sequence) -> DraftStats:
         """Keep what can be used again, on disk too, and give the sequence's pages back."""
         self._live.pop(seq.id, None)
-        self.prompts.finish(seq)
+        self.prompts.keeper.finish(seq)
         if self.saver is not None and not self._live:
             self.saver.release()
         seq.table.release()
@@ -347,40 +340,6 @@ class Engine:
                 pass
         while running := [seq for seq in seqs if not seq.finished]:
             self.step(running)
-
-    def known_costs(self, known: Mapping[str, Any]) -> dict[int, float]:
-        """The cost table of an earlier run, if the smallest and the largest step still take that
-        long; else a new one."""
-        sizes = COST_ROWS if self.model.device == "cpu" else DEVICE_COST_ROWS
-        with suppress(KeyError, ValueError, TypeError):
-            base = {int(rows): float(ms) for rows, ms in known["costs"]["base"]}
-            ends = self.measure(rows=(sizes[0], sizes[-1]))
-            near = [abs(ms / base[rows] - 1) < SAME_COST for rows, ms in ends.items()]
-            if tuple(base) == sizes and all(near) and min(base.values()) > 0:
-                return base
-        return self.measure(rows=sizes)
-
-    def measure(self, repeats: int = 3, rows: Seq[int] = COST_ROWS) -> dict[int, float]:
-        """Milliseconds of a step by rows: the least of a few, since other programs only add."""
-        costs: dict[int, float] = {}
-        table, sampler = PageTable(self.pool), Sampler(SamplingParams())
-        try:
-            for count in rows:
-                times: list[float] = []
-                above = [min(max(0, row - 1), MAX_DEPTH - 1) for row in range(count)]
-                for _ in range(repeats):
-                    tree = DraftTree.of(range(1, count + 1), above)
-                    with table.reserve(count) as reserved:
-                        batch = tree_batch([table], [tree], [reserved.slots])
-                        begun = perf_counter()
-                        result = self.model.step(batch, self.pool)
-                        result.sample([sampler])  # on a device all rows pick at once
-                        result.wait()
-                        times.append(1000 * (perf_counter() - begun))
-                costs[count] = min(times)
-        finally:
-            table.release()
-        return costs
 
     def close(self) -> None:
         """Let queued pages reach the disk, two seconds at most, and keep what was learnt."""
@@ -405,38 +364,6 @@ class Engine:
         self.prompts.forget(seq)
         self.drafting.void(seq)
         seq.forgot.append(plan)
-
-    def _expect_ops(self, ops: Seq[Op], num_ids: int, limits: Limits) -> None:
-        """Refuse ops that do not fit the path or the model, and a path that does not fit."""
-        try:
-            check_ops(ops, num_ids - 1)
-            steps = stages(ops, limits.page_tokens)
-        except ValueError as error:
-            raise UsageError(
-                f"What was forgotten does not fit the conversation: {error}",
-                hint="It was recorded for other ids; fork from an earlier turn.",
-            ) from error
-        if limits.no_rebase and any(op.rebase for op in ops):
-            raise ConfigError(
-                f"The model has {limits.no_rebase}, so positions cannot move.",
-                hint="Begin anew at that op: see chatkv.forget.flatten.",
-            )
-        ends = [*(stage.base for stage in steps[1:]), num_ids + 1]
-        for stage, end in zip(steps, ends, strict=True):
-            if end - stage.shift > limits.trained:
-                first = stage.base - stage.shift
-                raise ContextFull(
-                    used=first, needed=end - stage.base, limit=limits.trained, least=0
-                )
-            # Captured passes have room for tables twice as long as the context.
-            if len(stage.spans) * limits.page_tokens + end - stage.base > 2 * limits.trained:
-                raise UsageError(
-                    f"What is left in sight lies in {len(stage.spans)} pieces of pages.",
-                    hint="Unpin, or forget, some of the short turns.",
-                )
-        live, new = steps[-1].live, num_ids + 1 - steps[-1].base
-        if live + new > limits.context:
-            raise ContextFull(used=live, needed=new, limit=limits.context, least=live + new)
 
     def _accept(self, seq: Sequence, tree: Proposal, result: StepLogits, first: int) -> Accepted:
         """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""

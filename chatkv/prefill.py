@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 
 from chatkv.batch import chain_batch
 from chatkv.errors import OutOfPages, StoreError
+from chatkv.keeper import Keeper
 from chatkv.kv.keys import op_key, page_key
 from chatkv.kv.layout import Span, Stage, stages
 from chatkv.kv.pool import PagePool
@@ -29,7 +29,6 @@ from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.rebase import turn_page
 from chatkv.kv.restore import Found, find_prefix, publish
 from chatkv.kv.saver import PageSaver
-from chatkv.kv.store import Origin, PageHead
 from chatkv.kv.table import PageTable
 from chatkv.kv.tiers import Lookup, Tiers
 from chatkv.models.logits import Features
@@ -88,6 +87,7 @@ class Prompts:
     ) -> None:
         self.model, self.pool, self.prefix, self.saver = model, pool, prefix, saver
         self.tiers = tiers
+        self.keeper = Keeper(pool, prefix, saver, tiers, model.backend_name)
         self.tap_rows = 0
         """Last rows of a prompt whose tapped residuals somebody reads."""
         self.read: Callable[[int, int, Features], None] | None = None
@@ -100,7 +100,7 @@ class Prompts:
             OutOfPages: The pool cannot hold the prompt. What is in place stays in place.
         """
         self._reuse(seq, report)
-        self._save_links(seq)
+        self.keeper.save_links(seq)
         self.forget(seq)
         yield None
         reused, spent = seq.table.num_tokens, 0.0
@@ -109,7 +109,7 @@ class Prompts:
             logits = self._part(seq, seq.table, len(seq.tokens))
             spent += perf_counter() - begun  # the last part waits for its logits, and so for all
             report.computed += seq.table.num_tokens - before
-            self.remember(seq, before)
+            self.keeper.remember(seq, before)
             self.forget(seq)
             if logits is not None and self.tiers is not None:
                 chosen = sum(seq.sampled[reused : seq.table.num_tokens])
@@ -131,55 +131,12 @@ class Prompts:
             OutOfPages: No room for keys at other positions; nothing is in place any more.
         """
         while (op := seq.next_op) is not None and op.at == seq.table.num_tokens:
-            first, rows = self._tail(seq)
+            first, rows = self.keeper.tail(seq)
             if rows:
-                self._keep(seq, first, rows)
+                self.keeper.keep(seq, first, rows)
             seq.table.forget(op, lambda span, page: self._turned(seq, span, page))
-            self._save_links(seq)
+            self.keeper.save_links(seq)
         seq.expect_whole()
-
-    def remember(self, seq: Sequence, before: int) -> None:
-        """Offer the pages that became complete since `before` ids to others, and to the disk; then
-        let go of those that no layer will look at again."""
-        size, base = self.pool.page_size, seq.table.stage.base
-        done = (before - base) // size
-        for first in range(base + done * size, seq.table.num_tokens - size + 1, size):
-            self._keep(seq, first, size)
-        seq.table.let_go()
-
-    def finish(self, seq: Sequence) -> None:
-        """Keep the tail page and the witness too; offer again what the queue had no room for."""
-        table = seq.table
-        if not table.num_tokens:
-            return
-        first, rows = self._tail(seq)
-        if rows:
-            self._keep(seq, first, rows)
-        # What it sees is what it will look for: behind its last op, and what is left from before.
-        spans = table.spans()
-        stops = [min(self._stop(seq, span), table.num_tokens) for span in spans]
-        keys = [seq.chain.key(span.first, stop) for span, stop in zip(spans, stops, strict=True)]
-        self.prefix.touch(keys[table.gone :])
-        if self.saver is None:
-            return
-        for entry, (span, stop, key) in enumerate(zip(spans, stops, keys, strict=True)):
-            if span.first not in seq.unsaved:
-                continue
-            if entry >= table.gone:
-                page = table.originals.get(entry, table.page(entry))
-                self._save(seq, span.first, stop - span.first, page)
-            for page in self.prefix.match([key]) if entry < table.gone else ():
-                self._save(seq, span.first, stop - span.first, page)
-                self.pool.release(page)
-        if self.tiers is not None and self.saver.on:
-            store, rates = self.saver.store, self.tiers.rates.to_json()
-            self.saver.after_pages(lambda: store.keep_rates(rates))
-        if seq.last_logits is not None:
-            witness = Witness.of(np.asarray(seq.last_logits))
-            length = table.num_tokens
-            self.saver.after_pages(
-                witness.snapshot(seq.chain.at(length), length, self.model.backend_name)
-            )
 
     # Found.
 
@@ -226,7 +183,7 @@ class Prompts:
             report.restore_ms = 1000 * (perf_counter() - begun)
         report.restored_pages, report.host_pages = look.disk_pages, len(look.host_keys)
         report.reused = found.num_reused
-        report.host_tokens, report.disk_tokens = _by_tier(found, look, self.pool.page_size)
+        report.host_tokens, report.disk_tokens = found.by_tier(look.host_keys, self.pool.page_size)
         if report.reason == "new" and found.num_tokens < report.known:
             report.reason, report.detail = self._why(seq, report, look)
 
@@ -259,7 +216,7 @@ class Prompts:
         if span.shift == span.own:
             return self.pool.share(page)
         # Under a key of its own, behind nothing: an entry that is found or is made anew.
-        stop = self._stop(seq, span)
+        stop = self.keeper.stop(seq, span)
         parent = op_key(seq.chain.key(span.first, stop), {"turn": span.shift - span.own})
         ids, sampled = seq.tokens[span.first : stop], seq.sampled[span.first : stop]
         key = page_key(parent, ids, sampled)
@@ -284,7 +241,7 @@ class Prompts:
             self.saver.flush(1.0)
         gone = False
         with suppress(StoreError):  # a reason is worth no reply
-            check = tiers.disk.quarantined(seq.chain.at(self._tail(seq)[0]))
+            check = tiers.disk.quarantined(seq.chain.at(self.keeper.tail(seq)[0]))
             if check:
                 return "damaged", check
             if seq.table.num_tokens < self.pool.page_size:
@@ -418,71 +375,9 @@ class Prompts:
         op = seq.next_op
         return stop if op is None else min(stop, op.at)
 
-    # Kept.
-
-    def _tail(self, seq: Sequence) -> tuple[int, int]:
-        """(place of its first id, rows) of the open page; no rows where there is none."""
-        base = seq.table.stage.base
-        rows = (seq.table.num_tokens - base) % self.pool.page_size
-        return seq.table.num_tokens - rows, rows
-
-    def _stop(self, seq: Sequence, span: Span) -> int:
-        """Where the page behind a span ends, however little of it is seen."""
-        return seq.chain.stop(span.first) or span.first + self.pool.page_size
-
-    def _keep(self, seq: Sequence, first: int, rows: int) -> None:
-        """Share a page that will not be written again with whoever has the same prefix."""
-        ids, flags = seq.tokens[first : first + rows], seq.sampled[first : first + rows]
-        key, parent = seq.chain.key(first, first + rows), seq.chain.parent(first)
-        page = seq.table.page(seq.table.slot(first) // self.pool.page_size)
-        self.prefix.insert(key, parent, page, ids, flags)
-        self._save(seq, first, rows, page)
-
-    def _save(self, seq: Sequence, first: int, rows: int, page: int) -> None:
-        if self.saver is None or not self.saver.on:
-            return
-        stop = first + rows
-        flags = tuple(seq.sampled[first:stop])
-        origin: Origin = "step" if all(flags) else "mixed" if any(flags) else "chunk"
-        head = PageHead(
-            key=seq.chain.key(first, stop),
-            parent_key=seq.chain.parent(first),
-            chain_index=seq.chain.index(first),
-            first_position=first,
-            token_ids=tuple(seq.tokens[first:stop]),
-            sampled=flags,
-            origin=origin,
-        )
-        num_bytes = self.pool.payload_bytes(rows)
-        if self.saver.put(head, num_bytes, lambda: self.pool.read(page, rows)):
-            seq.unsaved.discard(first)
-        else:
-            seq.unsaved.add(first)
-
-    def _save_links(self, seq: Sequence) -> None:
-        """Say which ops the pages to come stand behind, or the disk takes them for litter."""
-        if self.saver is None:
-            return
-        for link in seq.chain.links[: seq.ops_done]:
-            if link.op.at == seq.table.stage.base:
-                self.saver.after_pages(partial(self.saver.store.save_link, link))
-
 
 def _quarantine(saver: PageSaver, key: bytes) -> None:
     saver.store.quarantine(key, "witness", descendants=True)
-
-
-def _by_tier(found: Found, look: Lookup, page_size: int) -> tuple[int, int]:
-    """Reused ids in pages that came from host memory, and from disk."""
-    keys = {page: head.key for page, head in found.restored}
-    host = disk = 0
-    for page, size in zip(found.pages, found.sizes(page_size), strict=True):
-        key = keys.get(page)
-        if key in look.host_keys:
-            host += size
-        elif key is not None:
-            disk += size
-    return host, disk
 
 
 def _given_start(sampled: list[bool], index: int) -> int:

@@ -4,6 +4,7 @@ Decisions only: turns, sizes and pins in, an op out. Knows no text and no tensor
 checked before anything changes, by the same rule in a live chat and on resume.
 """
 
+from chatkv.forget.fits import expect_fits
 from chatkv.forget.layout import (
     SINK_TOKENS,
     Layout,
@@ -46,6 +47,7 @@ __all__ = [
     "WindowPolicy",
     "asks_first",
     "check_policy",
+    "expect_fits",
     "flatten",
     "parse_policy",
     "pin_warning",

@@ -10,7 +10,7 @@ known, else behind the one before. Where every layer has a window, only what the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from chatkv.errors import OutOfPages, StoreError
@@ -50,6 +50,18 @@ class Found:
         starts = range(self.stage.base, self.num_tokens, page_size)
         behind = [min(page_size, self.num_tokens - start) for start in starts]
         return [*(span.size for span in self.stage.spans), *behind][self.gone :]
+
+    def by_tier(self, host_keys: Collection[bytes], page_size: int) -> tuple[int, int]:
+        """Reused ids in pages that came from host memory, which has those keys, and from disk."""
+        keys = {page: head.key for page, head in self.restored}
+        host = disk = 0
+        for page, size in zip(self.pages, self.sizes(page_size), strict=True):
+            key = keys.get(page)
+            if key is not None and key in host_keys:
+                host += size
+            elif key is not None:
+                disk += size
+        return host, disk
 
 
 def find_prefix(

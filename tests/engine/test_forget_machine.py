@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
             assert not kept or kept[0][1] > len(ids) - self.window - SIZE
         spans = sum(span.lo > 0 or span.hi < SIZE for span in table.spans())
         assert len(table.pages) <= table.num_live // SIZE + spans + 1
-        self.prompts.finish(seq)
+        self.prompts.keeper.finish(seq)
         table.release()
 
     def slots(self, table: PageTable) -> Iterator[tuple[int, int]]:

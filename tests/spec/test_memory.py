@@ -11,8 +11,9 @@ import pytest
 from fakes import TinyModel
 
 from chatkv import engine as engine_module
+from chatkv import step_costs
 from chatkv.config import EngineConfig
-from chatkv.engine import COST_ROWS, Engine
+from chatkv.engine import Engine
 from chatkv.sampling import SamplingParams
 from chatkv.spec.control import Controller
 from chatkv.spec.guard import REST_TOKENS
@@ -21,6 +22,7 @@ from chatkv.spec.stats import StepRecord
 from chatkv.spec.token_log import TokenIndex
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
+from chatkv.step_costs import COST_ROWS
 
 COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}
 PROMPT = [259, *b"the cat sat on the mat, the cat sat on the mat, the ", 258]
@@ -177,11 +179,11 @@ def test_costs_are_measured_again_where_a_step_takes_another_time(tmp_path, monk
     took = {rows: 1.0 + rows / 10 for rows in COST_ROWS}
     asked: list[tuple[int, ...]] = []
 
-    def measure(self, repeats=3, rows=COST_ROWS):
+    def measure(model, pool, repeats=3, rows=COST_ROWS):
         asked.append(tuple(rows))
         return {count: took[count] for count in rows}
 
-    monkeypatch.setattr(Engine, "measure", measure)
+    monkeypatch.setattr(step_costs, "measure", measure)
     kept = memory(tmp_path)
     Engine(tiny(), EngineConfig(), memory=kept).close()
     took[COST_ROWS[-1]] *= 1.1
