@@ -54,6 +54,10 @@ COMMANDS = {
 """Name to `module:command` and its help line."""
 
 DEFAULT = "chat"
+ELSEWHERE = {
+    "ls": "list", "delete": "rm", "remove": "rm", "run": "chat -m MODEL", "pull": "models pull",
+}  # fmt: skip
+"""What other programs call commands, and what it is here."""
 
 
 class LazyGroup(click.Group):
@@ -75,7 +79,11 @@ class LazyGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         place = self._first_own_word(args)
         word = args[place] if place < len(args) else None
-        if word is None or word not in (*COMMANDS, "-h", "--help", "--version"):
+        if word == "help":
+            args = [*args[:place], *args[place + 1 :], "--help"]
+        elif word == "version" and len(args) == place + 1:
+            args = [*args[:place], "--version"]
+        elif word is None or word not in (*COMMANDS, "-h", "--help", "--version"):
             _refuse_near_miss(word)
             args = [*args[:place], DEFAULT, *args[place:]]
         return super().parse_args(ctx, args)
@@ -95,13 +103,16 @@ class LazyGroup(click.Group):
 
 
 def _refuse_near_miss(word: str | None) -> None:
-    if word is None or len(word) < 3 or word.startswith("-") or " " in word:
+    if word is None or len(word) < 2 or word.startswith("-") or " " in word:
         return
-    close = difflib.get_close_matches(word.lower(), COMMANDS, 1, 0.7)
-    if close:
+    meant = ELSEWHERE.get(word.lower())
+    if meant is None and len(word) > 2:
+        close = difflib.get_close_matches(word.lower(), [*COMMANDS, "help"], 1, 0.7)
+        meant = close[0] if close else None
+    if meant:
         raise UsageError(
             f"There is no command {word!r}.",
-            hint=f'Did you mean {close[0]}? To send it as a prompt: chatkv chat "{word}"',
+            hint=f'Did you mean {meant}? To send it as a prompt: chatkv chat "{word}"',
         )
 
 

@@ -8,12 +8,22 @@ from chatkv.errors import StoreError
 from tui import cli, wiring
 
 
-@pytest.mark.parametrize("word", ["lits", "shwo", "chatt", "model", "doctr", "fork-"])
+@pytest.mark.parametrize(
+    "word", ["lits", "shwo", "chatt", "model", "doctr", "fork-", "hlep", "ls", "Delete"]
+)
 def test_a_near_miss_of_a_command_is_refused(chatkv, chats, word):
     ran = chatkv(word)
     assert ran.code == 2
     assert "Did you mean" in ran.err
     assert f'chatkv chat "{word}"' in ran.err
+    assert chats.rows == []
+
+
+def test_help_and_version_are_commands_too(chatkv, chats):
+    assert chatkv("help").out == chatkv("--help").out
+    assert chatkv("help", "kv", "gc").out == chatkv("kv", "gc", "--help").out
+    assert chatkv("version").out == chatkv("--version").out
+    assert chatkv("help", "nothing").code == 2
     assert chats.rows == []
 
 
