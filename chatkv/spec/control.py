@@ -160,7 +160,9 @@ class Controller:
         self._idle.spend(step.wall_ms)
         # A device's step has a few sizes, and none between them.
         rows = self.costs.size_for(step.rows) if unseen else step.rows
-        self.costs.observe(rows, step.verify_ms, plain=not step.drafted)
+        spare_ms, plain = self._idle.spare_ms, not step.drafted
+        lost_ms = self.costs.observe(rows, step.verify_ms, plain=plain, spare_ms=spare_ms)
+        self._idle.give(lost_ms)
         if plan.asks:
             self.drafts.observe(plan.asked, step.draft_ms, ahead=_is_whole(plan))
             if step.drafted and plan.asked:

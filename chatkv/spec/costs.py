@@ -9,6 +9,11 @@ from typing import Any
 
 RECENT = 9
 """Measurements a running median looks back on."""
+PLAIN_RECENT = 3
+"""The same for plain passes, which are rare while drafting goes well."""
+STALE = 32
+"""Passes without a size after which what it was off by may be forgotten: else one that was held up
+once might never run again."""
 CHEAP_TRIES = 3
 """Drafts that tell what asking the cheap drafters alone takes."""
 
@@ -20,7 +25,7 @@ class CostTable:
     measured costs what the next larger one does.
 
     The cost of a size is `base * drift * own`: `drift` follows plain steps, which happen all the
-    time, as the context grows; `own` is how far this size was off when it last ran.
+    time, as the context grows; `own` is how far this size was off when it last ran, for a while.
 
     Args:
         base: Rows -> milliseconds; must hold 1.
@@ -32,8 +37,10 @@ class CostTable:
         self.base = dict(sorted(base.items()))
         self.sizes = tuple(self.base)
         """Rows that were measured, ascending."""
-        self._drift: deque[float] = deque(maxlen=RECENT)
+        self._drift: deque[float] = deque(maxlen=PLAIN_RECENT)
         self._own: dict[int, deque[float]] = {}
+        self._idle: dict[int, int] = {}
+        """Passes since a size in `own` ran."""
         self._level = 1.0
         self._now: dict[int, float] = dict(self.base)
 
@@ -45,10 +52,17 @@ class CostTable:
         """The smallest measured size that holds so many rows; 0 if none does."""
         return next((size for size in self.sizes if size >= rows), 0)
 
-    def observe(self, rows: int, ms: float, *, plain: bool) -> None:
-        """A real pass took this long. Sizes that are not in the table teach nothing."""
+    def observe(self, rows: int, ms: float, *, plain: bool, spare_ms: float = 0.0) -> float:
+        """A real pass took this long. Sizes that are not in the table teach nothing.
+
+        Args:
+            spare_ms: What may be lost by trying sizes again that turned out slow.
+
+        Returns:
+            What may be lost of it by those that are forgotten to be.
+        """
         if rows not in self.base or ms <= 0:
-            return
+            return 0.0
         if plain:
             self._drift.append(ms / self.base[rows])
             self._own.pop(rows, None)
@@ -56,7 +70,15 @@ class CostTable:
         else:
             factor = ms / (self.base[rows] * self._level)
             self._own.setdefault(rows, deque(maxlen=RECENT)).append(factor)
+        self._idle = {size: self._idle.get(size, 0) + 1 for size in self._own if size != rows}
+        lost_ms = 0.0
+        for size, passes in self._idle.items():
+            more_ms = (median(self._own[size]) - 1) * self.base[size] * self._level
+            if passes > STALE and more_ms <= spare_ms - lost_ms:
+                lost_ms += max(more_ms, 0.0)
+                del self._own[size]
         self._update()
+        return lost_ms
 
     def to_json(self) -> dict[str, object]:
         """The table, and how far it was off lately."""

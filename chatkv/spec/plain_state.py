@@ -60,6 +60,10 @@ class PlainState:
         """Time went by, of whatever step."""
         self._all_ms += ms
 
+    def give(self, ms: float) -> None:
+        """Let something else lose so much of what probes may."""
+        self._lost_ms += ms
+
     def plain(self, tokens: int) -> None:
         """A step was plain, and gained so many tokens."""
         self._streak += 1

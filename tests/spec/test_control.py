@@ -12,8 +12,15 @@ import pytest
 from chatkv.errors import ConfigError
 from chatkv.spec.calibration import Calibration
 from chatkv.spec.control import Controller
-from chatkv.spec.costs import CostTable
-from chatkv.spec.guard import CLEAR_STEPS, CONTROL_STEPS, GUARD_TOKENS, REST_TOKENS
+from chatkv.spec.costs import STALE, CostTable
+from chatkv.spec.guard import (
+    CLEAR_STEPS,
+    CONTROL_STEPS,
+    GUARD_TOKENS,
+    PAIRS,
+    REST_TOKENS,
+    WallClockGuard,
+)
 from chatkv.spec.plan import Shape
 from chatkv.spec.stats import DraftStats, StepRecord, trials
 from chatkv.spec.tree import DraftTree
@@ -124,7 +131,7 @@ def test_slow_verification_ends_in_plain():
 def test_guard_sees_what_the_model_of_costs_does_not():
     """All guesses right, the forward pass cheap: but the rest of a drafted step takes ages."""
     slow = machine(FLAT, FLAT, 1.0, hidden_ms=80.0)
-    slow.run(GUARD_TOKENS + 20)
+    slow.run(GUARD_TOKENS + PAIRS * (1 + max(SIZES)) + 20)
     assert slow.sizes[-1] == 1
     assert "Plain for" in slow.controller.explain()
     before = slow.tokens
@@ -148,6 +155,24 @@ def test_a_step_that_something_else_held_up_is_no_reason_to_rest():
             fast.hidden_ms = 400.0 if turn % every == 3 else 0.0
             fast.step()
         assert (controller.guard.rest_tokens > 0) == rests
+
+
+@pytest.mark.parametrize(("drafted_ms", "rests"), [(16.0, False), (25.0, True)])
+def test_a_machine_that_slows_down_is_no_reason_to_rest(drafted_ms, rests):
+    """The last plain step was before it did: drafted and plain steps take turns to find out."""
+    guard = WallClockGuard()
+    guard.observe(StepRecord(rows=1, tokens=1, verify_ms=10.0))
+    for _ in range(GUARD_TOKENS // 2):
+        guard.observe(StepRecord(rows=4, tokens=2, verify_ms=1.6 * drafted_ms))
+    assert guard.measured is not None
+    assert guard.measured < 1
+    for turn in range(2 * PAIRS):
+        assert guard.rest_tokens == 0
+        assert guard.wants_control == (turn % 2 == 0)
+        step = StepRecord(rows=4, tokens=2, verify_ms=1.6 * drafted_ms)
+        guard.observe(StepRecord(rows=1, tokens=1, verify_ms=16.0) if turn % 2 == 0 else step)
+    assert (guard.rest_tokens > 0) == rests
+    assert not guard.wants_control
 
 
 def test_guard_holds_for_pinned_shapes_too():
@@ -294,6 +319,16 @@ def test_costs():
     assert costs.ms(3) == pytest.approx(60.0)
     with pytest.raises(ValueError, match="one row"):
         CostTable({2: 1.0})
+
+
+def test_a_size_that_was_held_up_is_tried_again_when_there_is_time_to_lose():
+    costs = CostTable({1: 10.0, 4: 12.0})
+    costs.observe(4, 36.0, plain=False)
+    for _ in range(STALE + 1):
+        assert costs.observe(1, 10.0, plain=True, spare_ms=20.0) == 0.0
+    assert costs.ms(4) == 36.0  # it might lose 24 ms
+    assert costs.observe(1, 10.0, plain=True, spare_ms=30.0) == 24.0
+    assert costs.ms(4) == 12.0
 
 
 def test_calibration_fades():
