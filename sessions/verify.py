@@ -213,6 +213,8 @@ def verify_prompts(
     if not chosen:
         raise UsageError("There is no prompt to play.", hint="Name another file with --prompts.")
     names = check_names(drafters)  # an unknown name fails before the model is loaded
+    if progress is not None:
+        progress(f"loading {file.name} ...")
     model, notice = load_model(file, device, threads=threads)
     if notice and progress is not None:
         progress(notice)

@@ -105,6 +105,7 @@ def measure(
                 "Mode 'none' is what the others are compared with; it is always measured.",
                 hint="Name auto, chain:N or tree:N.",
             )
+    progress(f"loading {file.name} ...")
     try:
         bench = _Bench(file, request, prompts, names)
         if bench.notice:
