@@ -59,6 +59,19 @@ def tree_batch(tables: Seq[PageTable], trees: Seq[Proposal], slots: Seq[Slots]) 
     )
 
 
+def run_on_batch(table: PageTable, rows: TreeRows, reach: Slots) -> ForwardBatch:
+    """The step of a tree that grows behind the step that runs, as if that one kept no row.
+
+    Args:
+        table: With the reservation of the step that runs open.
+        reach: Physical slots of the tree's rows, and of as many more as that step may keep.
+    """
+    zeros = _zeros(len(rows.tokens))
+    slots = reach[: len(zeros)]
+    batch = _batch([table], zeros, zeros, [slots], ancestors=None, logit_rows=None, grown=rows)
+    return replace(batch, slots=reach)
+
+
 def chain_batch(
     table: PageTable, ids: Seq[int], slots: Slots, *, want_logits: bool, tapped: int = 0
 ) -> ForwardBatch:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 
-from chatkv.batch import tree_batch
+from chatkv.batch import run_on_batch, tree_batch
 from chatkv.config import EngineConfig
 from chatkv.errors import ConfigError, UsageError
 from chatkv.forget import Limits, Slide, expect_fits, reserve_tokens
@@ -30,10 +30,11 @@ from chatkv.kv.price import Preview, Price, Pricer
 from chatkv.kv.saver import PageSaver
 from chatkv.kv.store import PageHead, PageStore
 from chatkv.kv.swap import HostPages
-from chatkv.kv.table import PageTable
+from chatkv.kv.table import PageTable, Reservation
 from chatkv.kv.tiers import Tiers
 from chatkv.models.logits import StepLogits
-from chatkv.models.model import Model
+from chatkv.models.model import Model, RunsOn
+from chatkv.models.tree_rows import TreeRows
 from chatkv.prefill import Logits, PrefillReport, Prompts
 from chatkv.sampling import Sampler, SamplingParams, logprobs
 from chatkv.sequence import ReplyText, Sequence
@@ -79,6 +80,7 @@ class Engine:
         guard: bool = True,
     ) -> None:
         self.model = model
+        self._runner = model if isinstance(model, RunsOn) else None
         self.config = config = config or EngineConfig()
         spec = model.spec
         self.context_limit = min(config.context_limit or spec.context_limit, spec.context_limit)
@@ -280,8 +282,11 @@ class Engine:
         drafted = perf_counter()
         accepted: list[Accepted] = []
         with ExitStack() as stack:
+            spare = 0
+            if self._runner is not None and len(seqs) == 1:
+                spare = self.drafting.spare(seqs[0], trees[0])
             rows = [
-                stack.enter_context(seq.table.reserve(len(tree)))
+                stack.enter_context(seq.table.reserve(len(tree), spare))
                 for seq, tree in zip(seqs, trees, strict=True)
             ]
             batch = tree_batch(
@@ -292,7 +297,9 @@ class Engine:
                 # A row that nobody holds when its step runs again need not be copied.
                 seq.last_logits = None
             result = self.model.step(batch, self.pool)
-            result.sample([seq.sampler for seq in seqs], self.drafting.behind(seqs))
+            had_begun = self._runner is not None and self._runner.was_begun
+            run_on = partial(self._run_on, seqs[0], rows[0], spare) if spare else None
+            result.sample([seq.sampler for seq in seqs], self.drafting.behind(seqs, run_on))
             verified = perf_counter()
             first = 0
             for place, (seq, tree, reserved) in enumerate(zip(seqs, trees, rows, strict=True)):
@@ -301,7 +308,7 @@ class Engine:
                 first += len(tree)
         for seq, gained in zip(seqs, accepted, strict=True):
             self.prompts.keeper.remember(seq, seq.table.num_tokens - len(gained.rows))
-        ended = perf_counter()
+        ended, ahead = perf_counter(), self.drafting.has_begun
 
         def record() -> StepRecord:
             return StepRecord.of(
@@ -312,6 +319,8 @@ class Engine:
                 verify_ms=1000 * (verified - started),
                 accept_ms=1000 * (ended - verified),
                 host_ms=1000 * (started - drafted),
+                hidden_ms=1000 * ((started - begun) * had_begun + (ended - verified) * ahead),
+                had_begun=had_begun,
             )
 
         self.drafting.observe(seqs, accepted, record)
@@ -364,6 +373,12 @@ class Engine:
         self.prompts.forget(seq)
         self.drafting.void(seq)
         seq.forgot.append(plan)
+
+    def _run_on(self, seq: Sequence, reserved: Reservation, spare: int, rows: TreeRows) -> None:
+        """Begin the next step of a sequence behind the one that runs, whose tokens nobody knows."""
+        if len(reserved.reach) == len(reserved.slots) + spare:
+            assert self._runner is not None
+            self._runner.run_on(run_on_batch(seq.table, rows, reserved.reach), self.pool)
 
     def _accept(self, seq: Sequence, tree: Proposal, result: StepLogits, first: int) -> Accepted:
         """Walk down the tree with the sequence's own sampler; its stop machine cuts the walk."""

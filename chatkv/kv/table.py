@@ -135,11 +135,16 @@ class PageTable:
         return Holes(valid, page_pos, self._ahead - stage.shift)
 
     @contextmanager
-    def reserve(self, n: int) -> Generator[Reservation]:
+    def reserve(self, n: int, spare: int = 0) -> Generator[Reservation]:
         """Room for `n` new rows behind `length`.
 
         On entering, pages are taken, and a last page that others hold is replaced by a copy. Rows
         not kept by the end, or all of them if anything raises, are given back.
+
+        Args:
+            n: Rows, 1 or more.
+            spare: Rows behind them that may be written as well, and are never kept; none where
+                they need a page and none is free.
 
         Raises:
             ValueError: `n` is below 1.
@@ -150,14 +155,16 @@ class PageTable:
             raise ValueError(f"A reservation of {n} rows.")
         before, first, kept = self.pages, self.length, 0
         full = first // self._size - self.gone
+        if self.pool.pages_for(first + n + spare) > self.pool.pages_for(first + n):
+            spare = spare if self.pool.free > 1 else 0
         shared = [page for page in before[full:] if self.pool.refs(page) > 1]
         untouched = len(before) - len(shared)
-        taken = self.pool.take(self.pool.pages_for(first + n) - self.gone - untouched)
+        taken = self.pool.take(self.pool.pages_for(first + n + spare) - self.gone - untouched)
         try:
             for src, dst in zip(shared, taken, strict=False):
                 self.pool.copy_into(src, dst)
             self.pages = before[:untouched] + taken
-            reservation = self._open = Reservation(self, n)
+            reservation = self._open = Reservation(self, n, spare)
             yield reservation
             kept = self.length - first
         finally:
@@ -326,7 +333,8 @@ class PageTable:
 
     def _shrink(self, length: int) -> None:
         kept = max(self.pool.pages_for(length), len(self.stage.spans)) - self.gone
-        self._release(self.pages[kept:])
+        # The first one last, so that whoever takes pages next gets the same ones in this order.
+        self._release(self.pages[kept:][::-1])
         del self.pages[kept:]
         self.length = length
 
@@ -344,11 +352,13 @@ def _edges(stage: Stage) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
 class Reservation:
     """New rows of a table: written by a forward pass, then partly kept. Made by `reserve`."""
 
-    def __init__(self, table: PageTable, n: int) -> None:
+    def __init__(self, table: PageTable, n: int, spare: int = 0) -> None:
         self._table = table
         self.first = table.length
         """Logical slot of row 0."""
-        self.slots = table.slots(self.first, self.first + n)
+        self.reach = table.slots(self.first, self.first + n + spare)
+        """[n + spare] int64, physical slots, those of the spare rows too."""
+        self.slots = self.reach[:n]
         """[n] int64, physical slot of each row."""
         self.open = True
         """Whether rows can still be kept."""

@@ -1,7 +1,7 @@
 """The model on a CUDA device: token ids in, logits that stay there, keys and values into pages.
 
 Knows how a model comes to a device and what it promises the engine; the pass is in
-`cuda_layers.py`, the captured steps in `graphs.py`. Knows no sequence, no sampling and no text.
+`cuda_layers.py`, the captured steps in `step_graphs.py`. Knows no sequence, no sampling, no text.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from chatkv.models.cuda_load import (
 from chatkv.models.cuda_logits import DeviceLogits
 from chatkv.models.dense import HEADROOM_BYTES, DenseWeights
 from chatkv.models.device_rows import DeviceRows
-from chatkv.models.graphs import ROWS, StepGraphs
+from chatkv.models.graphs import ROWS
 from chatkv.models.model import ForwardBatch
 from chatkv.models.row_check import check_rows, expect_exact_heads
 from chatkv.models.spec import ModelSpec
+from chatkv.models.step_graphs import StepGraphs
 from chatkv.tokenizer import Tokenizer
 
 CHECKED_ROWS = ROWS[:3]
@@ -186,6 +187,15 @@ class CudaDecoder:
         if batch.grown is None:
             self._expect_ids(batch.tokens)
         return DeviceLogits(self.graphs.run(batch, pool), batch)
+
+    def run_on(self, batch: ForwardBatch, pool: PagePool) -> None:
+        """Begin the next step; see `model.RunsOn`."""
+        self.graphs.run_on(batch, pool)
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether the step that was asked for last had begun."""
+        return self.graphs.was_begun
 
     def prefill(
         self,

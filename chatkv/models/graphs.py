@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs, one for each bucket of shapes; and the same steps not captured.
+"""A step captured as CUDA graphs for one bucket of shapes; and the same step not captured.
 
 Knows buckets, staged inputs and graphs; the arithmetic is in `cuda_layers.py`. A step fills a
 bucket's inputs, sends them in one transfer and replays. Rows that a bucket has too many are
@@ -25,7 +25,7 @@ from chatkv.models.device_rows import DeviceRow, DeviceRows
 from chatkv.models.model import ForwardBatch
 from chatkv.models.staged import Fields, Staged
 from chatkv.models.tree_rows import Carried, TreeRows, WalkedRows, row_fields
-from chatkv.models.walk_triton import WalkRoom, move_rows, walk_rows
+from chatkv.models.walk_triton import LONGEST_PATH, WalkRoom, move_rows, shift_rows, walk_rows
 from chatkv.models.work import Work
 from chatkv.sampling import SamplingParams
 from chatkv.sampling_triton import FLOATS, INTEGERS, PickRoom, pick_rows, settings_of
@@ -83,7 +83,7 @@ class CapturedStep:
         self._carried = carried if bucket.sequences == 1 else None
         capture = memory is not None
         self._memory = memory
-        self._grown: dict[int, Work] = {}
+        self._grown: dict[tuple[int, int], Work] = {}
         self.step = Work(self._compute, capture, memory)
         self.picking = Work(self._choose, capture, memory)
         self.walking = Work(self._walk, capture, memory)
@@ -96,6 +96,7 @@ class CapturedStep:
         holes: Fields = {"valid": (ints, (count, entries, 2))} if bucket.has_holes else {}
         if bucket.has_holes and layers.spec.windows:
             holes["page_pos"] = (ints, (count, entries))
+        reach: Fields = {"reach": (longs, (bucket.rows + LONGEST_PATH,))} if count == 1 else {}
         self.inputs = Staged(
             {
                 **row_fields(bucket.rows),
@@ -105,6 +106,7 @@ class CapturedStep:
                 "split": (ints, (1,)),
                 "page_table": (ints, (count, entries)),
                 **holes,
+                **reach,
             },
             device,
         )
@@ -154,8 +156,13 @@ class CapturedStep:
         starts = torch.arange(entries, dtype=torch.int32, device=self.layers.device)
         return (self.pool.page_size * starts).repeat(count, 1)
 
-    def run(self, batch: ForwardBatch) -> None:
-        """Run a batch that fits the bucket. Returns before the device is done."""
+    def run(self, batch: ForwardBatch, counts: Tensor | None = None) -> None:
+        """Run a batch that fits the bucket. Returns before the device is done.
+
+        Args:
+            counts: [1] int32 on the device: how many rows the walk behind the step before keeps.
+                The batch is then as if it kept none, and its slots go on behind its rows.
+        """
         for kept in self._kept:
             if (row := kept()) is not None:
                 row.leave()
@@ -165,7 +172,7 @@ class CapturedStep:
         if batch.grown is None:
             self.step()
         else:
-            self._grown_step(batch.grown)()
+            self._grown_step(batch.grown, counts)()
         self.inputs.mark()
 
     def set(self, starts: tuple[int, ...], params: tuple[SamplingParams | None, ...]) -> None:
@@ -217,15 +224,15 @@ class CapturedStep:
         self._kept.append(ref(kept))
         return kept
 
-    def _grown_step(self, rows: TreeRows) -> Work:
+    def _grown_step(self, rows: TreeRows, counts: Tensor | None) -> Work:
         """The step of a tree that lies on the device already. Graphs hold addresses."""
-        place = rows.block.data_ptr()
-        if place not in self._grown:
-            work = Work(partial(self._compute, rows), self._memory is not None, self._memory)
-            self._grown[place] = work
-        return self._grown[place]
+        places = rows.block.data_ptr(), 0 if counts is None else counts.data_ptr()
+        if places not in self._grown:
+            compute = partial(self._compute, rows, counts)
+            self._grown[places] = Work(compute, self._memory is not None, self._memory)
+        return self._grown[places]
 
-    def _compute(self, grown: TreeRows | None = None) -> None:
+    def _compute(self, grown: TreeRows | None = None, counts: Tensor | None = None) -> None:
         if grown is None:
             self.inputs.copy()
         elif len(grown.tokens) == self.bucket.rows:
@@ -235,6 +242,8 @@ class CapturedStep:
             for name in ("tokens", "positions", "ancestors"):
                 rows: Tensor = getattr(grown, name)
                 self.inputs.device[name][: len(rows)].copy_(rows)
+        if counts is not None:
+            shift_rows(self.inputs.device, counts)
         want_logits = self.bucket.want_logits
         self.layers.step(self.rows, self.pool, self.room, want_logits=want_logits)
 
@@ -263,8 +272,11 @@ class CapturedStep:
         else:
             assert count == self.bucket.rows, f"a tree of {count} rows for {self.bucket}"
         there["split"][0] = size if count > size > 0 else MOST_ROWS
-        there["slots"][:count] = batch.slots
-        there["slots"][count:] = -1
+        if len(batch.slots) > count:
+            there["reach"][: len(batch.slots)] = batch.slots
+        else:
+            there["slots"][:count] = batch.slots
+            there["slots"][count:] = -1
         there["q_start"][: sequences + 1] = call.q_start_host
         there["q_start"][sequences + 1 :] = count
         there["kv_len"][:sequences] = call.kv_len_host
@@ -275,53 +287,6 @@ class CapturedStep:
             there["valid"][:sequences, : table.shape[1]] = call.valid.numpy()
         if call.page_pos is not None and "page_pos" in there:
             there["page_pos"][:sequences, : table.shape[1]] = call.page_pos.numpy()
-
-
-class StepGraphs:
-    """The captured steps of one model.
-
-    Args:
-        layers: The model.
-        capture: False runs every step launch by launch: slower, the same bits.
-    """
-
-    def __init__(self, layers: Layers, *, capture: bool = True) -> None:
-        self.layers = layers
-        self.capture = capture and layers.device.type == "cuda"
-        self.carried: Carried | None = None
-        """What the walk of a single sequence leaves for whoever grows its next tree."""
-        self._steps: dict[Bucket, CapturedStep] = {}
-        self._pages: Tensor | None = None
-        self._memory: Any | None = None
-
-    def tap(self, layers: tuple[int, ...]) -> None:
-        """Leave the residual behind these layers in the room of each step, and what is carried."""
-        if layers == self.layers.taps:
-            return
-        self.layers.taps = layers
-        hidden = self.layers.spec.hidden_size
-        self.carried = Carried(len(layers), hidden, self.layers.device) if layers else None
-        self._steps.clear()
-
-    def run(self, batch: ForwardBatch, pool: PagePool) -> CapturedStep:
-        """Run a batch over the pages of a pool; says where the results are.
-
-        Raises:
-            ValueError: No bucket holds the batch.
-        """
-        if self._pages is not pool.data:
-            # Graphs hold addresses of pages.
-            self._steps.clear()
-            self._pages = pool.data
-            self._memory = torch.cuda.graph_pool_handle() if self.capture else None
-        bucket = Bucket.of(batch)
-        step = self._steps.get(bucket)
-        if step is None:
-            step = self._steps[bucket] = CapturedStep(
-                self.layers, pool, bucket, self._memory, self.carried
-            )
-        step.run(batch)
-        return step
 
 
 @lru_cache(maxsize=1024)

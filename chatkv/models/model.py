@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -146,4 +146,24 @@ class Model(Protocol):
 
     def prompt_features(self, count: int) -> Features:
         """A copy of the tapped residuals of the last `count` rows of the chunk that ran last."""
+        ...
+
+
+@runtime_checkable
+class RunsOn(Protocol):
+    """A model that can begin a step while the tokens of the one in front are not here yet."""
+
+    def run_on(self, batch: ForwardBatch, pool: PagePool) -> None:
+        """Begin a step of a tree that grows behind the step that runs, all of whose work has been
+        given to the device. If it is the next one that is asked for, it is not run again.
+
+        Args:
+            batch: Of one sequence, as if the step that runs kept no row; `slots` has more than
+                there are rows: those for each number of rows that it may keep.
+        """
+        ...
+
+    @property
+    def was_begun(self) -> bool:
+        """Whether the step that was asked for last had begun."""
         ...

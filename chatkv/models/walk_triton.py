@@ -200,3 +200,26 @@ def _move(
         # All rows are read before one is written.
         tl.debug_barrier()
         tl.store(base + target[:, None] + column[None, :], values, mask=inside)
+
+
+def shift_rows(inputs: dict[str, Tensor], counts: Tensor) -> None:
+    """Slots and length of a step whose rows go behind those that a walk keeps.
+
+    Args:
+        inputs: `reach` [T + 16] int64 slots in order, and `kv_len` [1] int32, both as if none were
+            kept; `slots` [T] int64 is filled, `kv_len` is set.
+        counts: [1] int32, the rows that are kept.
+    """
+    slots = inputs["slots"]
+    _shift[(1,)](
+        inputs["reach"], slots, inputs["kv_len"], counts, len(slots),
+        ROWS=triton.next_power_of_2(len(slots)), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _shift(reach, slots, kv_len, counts, rows, ROWS: tl.constexpr):
+    kept = tl.load(counts)
+    row = tl.arange(0, ROWS)
+    tl.store(slots + row, tl.load(reach + kept + row, mask=row < rows), mask=row < rows)
+    tl.store(kv_len, tl.load(kv_len) + kept)

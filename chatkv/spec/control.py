@@ -74,11 +74,21 @@ class Controller:
             return False
         return self.shape.kind != "auto" or not self._idle.holds or self._idle.is_due
 
-    def plan(self, seq_ids: Sequence[int], greedy: Sequence[bool] | None = None) -> Plan:
-        """Whether to ask the drafters, and for how many rows."""
+    def plan(
+        self,
+        seq_ids: Sequence[int],
+        greedy: Sequence[bool] | None = None,
+        *,
+        has_begun: bool = False,
+    ) -> Plan:
+        """Whether to ask the drafters, and for how many rows.
+
+        Args:
+            has_begun: The step has begun already, with a tree that nobody has seen.
+        """
         cool = tuple(greedy) if greedy is not None else (False,) * len(seq_ids)
         self.guard.expect(len(seq_ids))
-        kind, rows, reason = self._decide(len(seq_ids))
+        kind, rows, reason = self._decide(len(seq_ids), has_begun)
         self._plan = Plan(dict.fromkeys(seq_ids, rows), kind, cool, reason)
         return self._plan
 
@@ -160,13 +170,14 @@ class Controller:
         self._idle.spend(step.wall_ms)
         # A device's step has a few sizes, and none between them.
         rows = self.costs.size_for(step.rows) if unseen else step.rows
-        spare_ms, plain = self._idle.spare_ms, not step.drafted
-        lost_ms = self.costs.observe(rows, step.verify_ms, plain=plain, spare_ms=spare_ms)
-        self._idle.give(lost_ms)
-        if plan.asks:
+        if not step.had_begun:  # its parts overlap
+            spare_ms, plain = self._idle.spare_ms, not step.drafted
+            lost_ms = self.costs.observe(rows, step.verify_ms, plain=plain, spare_ms=spare_ms)
+            self._idle.give(lost_ms)
+        if plan.asks and not step.had_begun:
             self.drafts.observe(plan.asked, step.draft_ms, ahead=_is_whole(plan))
-            if step.drafted and plan.asked:
-                self._asked.append((step.tokens, step.draft_ms + step.verify_ms))
+        if plan.asks and step.drafted and plan.asked:
+            self._asked.append((step.tokens, step.draft_ms + step.verify_ms))
         self.guard.observe(step)
         self._update_plain_state(step, plan)
 
@@ -209,12 +220,23 @@ class Controller:
             guessed=self._lessons.guessed_steps > 0,
         )
 
-    def _decide(self, sequences: int) -> tuple[Kind, int, str]:
+    @property
+    def may_run_on(self) -> bool:
+        """Whether the next step of the only sequence may begin before this one's tokens are here:
+        nothing that is known speaks against the tree that grows."""
+        plan, shape = self._plan, self.shape.kind
+        if plan is None or plan.kind != "draft" or self.guard.rest_tokens:
+            return False
+        if self.guard.wants_control or not isinstance(plan.kept[0], GrownTree):
+            return False
+        return plan.kept[0].others is None and (shape != "auto" or self.unseen.is_known)
+
+    def _decide(self, sequences: int, has_begun: bool) -> tuple[Kind, int, str]:
         if self.shape.kind == "none":
             return "plain", 1, "drafting is off"
         if self.guard.rest_tokens:
             return "plain", 1, "drafted steps were slower than plain ones"
-        if self.guard.wants_control:
+        if self.guard.wants_control and not has_begun:
             return "control", 1, "a plain step now and then, to know what it costs"
         if self.shape.kind != "auto":
             rows = MAX_ROWS if self.shape.kind == "tree" else self.shape.guesses + 1

@@ -6,13 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast, runtime_checkable
 
 from chatkv.models.logits import Features
 from chatkv.sampling import Sampler
 from chatkv.spec.proposal import GrownTree, Proposal
 from chatkv.spec.tree import MAX_ROWS, DraftTree, sanitize
 from chatkv.spec.verify import Accepted
+
+if TYPE_CHECKING:
+    from chatkv.models.tree_rows import TreeRows
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +105,10 @@ class AheadReader(Reader, Protocol):
 
     def grown(self, context: DraftContext, max_rows: int) -> GrownTree | None:
         """That tree, if it was begun and fits the sequence now. Once."""
+        ...
+
+    def begun(self, seq_id: int) -> TreeRows | None:
+        """Where it will lie, while the step in front of it runs."""
         ...
 
     def void(self, seq_id: int) -> None:
@@ -214,6 +221,13 @@ class GuardedDrafters:
             return None
         begin = self._try(reader, [seq_id], lambda: reader.ahead(seq_id))
         return None if begin is None else lambda: self._try(reader, [seq_id], begin)
+
+    def begun(self, seq_id: int) -> TreeRows | None:
+        """Where the tree will lie that was begun behind the step that runs, if one was."""
+        reader = self._ahead
+        if reader is None or self.is_off(reader.name, seq_id):
+            return None
+        return self._try(reader, [seq_id], lambda: reader.begun(seq_id))
 
     def propose(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from chatkv.models.logits import Features
 from chatkv.sequence import Sequence
@@ -16,6 +17,9 @@ from chatkv.spec.proposal import GrownTree, Proposal, settled
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
+
+if TYPE_CHECKING:
+    from chatkv.models.tree_rows import TreeRows
 
 SILENT_TOKENS = 512
 """Tokens without a guess that was run, from which on a drafter is named."""
@@ -49,6 +53,11 @@ class Drafting:
         self.controller = Controller(costs, mode, guard=guard)
         self._stats: dict[int, DraftStats] = {}
         self._plan: Plan | None = None
+        self._begun: int | None = None
+        """The sequence whose next step has begun ahead."""
+        self._holds = False
+        """Whether the next step is to wait for its guesses: there were some worth running beside
+        the tree of a step that had begun."""
         self._late: Callable[[], None] | None = None
 
     def set_mode(self, mode: str) -> None:
@@ -64,6 +73,7 @@ class Drafting:
 
     def void(self, seq: Sequence) -> None:
         """The sequence's next rows stand elsewhere: what was begun ahead is not for them."""
+        self._begun = None
         self.drafters.void(seq.id)
 
     def wants_rows(self, seq_id: int) -> bool:
@@ -106,10 +116,19 @@ class Drafting:
         finally:
             self.drafters.drop(seq.id)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the next step has begun."""
+        return self._begun is not None
+
     def propose(self, seqs: Seq[Sequence]) -> list[Proposal]:
         """The trees to run, one a sequence; the root alone is a plain step."""
+        begun = len(seqs) == 1 and self._begun == seqs[0].id
+        self._begun, self._holds = None, False
         plan = self._plan = self.controller.plan(
-            [seq.id for seq in seqs], [seq.sampler.params.temperature == 0 for seq in seqs]
+            [seq.id for seq in seqs],
+            [seq.sampler.params.temperature == 0 for seq in seqs],
+            has_begun=begun,
         )
         if not plan.asks:
             return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
@@ -124,14 +143,35 @@ class Drafting:
             self.controller.waits,
         )
         plan.asked = self.drafters.asked
+        if begun and isinstance(tree := trees[0], GrownTree) and tree.runs_beside:
+            tree.runs_beside, self._holds = False, True
         return [
             _cut(tree, seq)
             for tree, seq in zip(self.controller.prune(trees, plan), seqs, strict=True)
         ]
 
-    def behind(self, seqs: Seq[Sequence]) -> Callable[[], None]:
+    def spare(self, seq: Sequence, tree: Proposal) -> int:
+        """Rows that a step of this tree may keep, if the next step may begin behind it; else 0.
+
+        It may if nothing can be in its way: no end of the reply or of the context, no setting that
+        wants the logits, and no guesses that were to be run beside the tree.
+        """
+        if not isinstance(tree, GrownTree) or tree.others is not None or self._holds:
+            return 0
+        edits, wants = seq.sampler.edits_rows, seq.sampler.params.logprobs is not None
+        if edits or wants or seq.max_depth < 2 * tree.depth + 1:
+            return 0
+        return tree.depth + 1 if self.controller.may_run_on else 0
+
+    def behind(
+        self, seqs: Seq[Sequence], run_on: Callable[[TreeRows], None] | None = None
+    ) -> Callable[[], None]:
         """What there is to do while the model runs a step, all its launches made: begin the next
-        tree behind it, and learn from the step before."""
+        tree behind it, and the step of that tree if it may, and learn from the step before.
+
+        Args:
+            run_on: Begins that step.
+        """
         begin, plan = None, self._plan
         if len(seqs) == 1 and plan is not None and plan.kind not in ("plain", "cheap"):
             begin = None if seqs[0].sampler.edits_rows else self.drafters.ahead(seqs[0].id)
@@ -141,6 +181,10 @@ class Drafting:
                 settled(tree)  # its place is needed for the next one
             if begin is not None:
                 begin()
+                rows = self.drafters.begun(seqs[0].id) if run_on is not None else None
+                if run_on is not None and rows is not None:
+                    run_on(rows)
+                    self._begun = seqs[0].id
             self.learn()
 
         return work

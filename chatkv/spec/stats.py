@@ -32,6 +32,11 @@ class StepRecord:
     """Picking tokens and keeping rows."""
     host_ms: float = 0.0
     """All the rest of the step."""
+    hidden_ms: float = 0.0
+    """What of draft, accept and host was done while a pass ran: this step's, which had begun ahead,
+    or the next one's."""
+    had_begun: bool = False
+    """Whether this step's had: its parts overlap."""
     offered: Counts = field(default_factory=dict[tuple[str, int], int])
     """Guesses that were run and whose parent was right."""
     accepted: Counts = field(default_factory=dict[tuple[str, int], int])
@@ -47,6 +52,8 @@ class StepRecord:
         verify_ms: float = 0.0,
         accept_ms: float = 0.0,
         host_ms: float = 0.0,
+        hidden_ms: float = 0.0,
+        had_begun: bool = False,
     ) -> StepRecord:
         """The record of a step that ran these trees and, after `until`, kept this.
 
@@ -67,6 +74,8 @@ class StepRecord:
             verify_ms=verify_ms,
             accept_ms=accept_ms,
             host_ms=host_ms,
+            hidden_ms=hidden_ms,
+            had_begun=had_begun,
             offered=offered,
             accepted=right,
         )
@@ -119,6 +128,7 @@ class DraftStats:
     verify_ms: float = 0.0
     accept_ms: float = 0.0
     host_ms: float = 0.0
+    hidden_ms: float = 0.0
     plain_ms: float = 0.0
     """Wall time of the plain steps alone."""
     offered: Counts = field(default_factory=dict[tuple[str, int], int])
@@ -138,6 +148,7 @@ class DraftStats:
                 verify_ms=step.verify_ms,
                 accept_ms=step.accept_ms,
                 host_ms=step.host_ms,
+                hidden_ms=step.hidden_ms,
                 plain_ms=step.wall_ms if plain else 0.0,
                 offered=step.offered,
                 accepted=step.accepted,
@@ -155,6 +166,7 @@ class DraftStats:
         self.verify_ms += other.verify_ms
         self.accept_ms += other.accept_ms
         self.host_ms += other.host_ms
+        self.hidden_ms += other.hidden_ms
         self.plain_ms += other.plain_ms
         for mine, theirs in ((self.offered, other.offered), (self.accepted, other.accepted)):
             for key, count in theirs.items():
@@ -171,6 +183,11 @@ class DraftStats:
     def wall_ms(self) -> float:
         """All steps together."""
         return self.draft_ms + self.verify_ms + self.accept_ms + self.host_ms
+
+    @property
+    def overhead_share(self) -> float:
+        """The part of the time in which no pass ran."""
+        return 1 - (self.verify_ms + self.hidden_ms) / self.wall_ms
 
     @property
     def tau(self) -> float | None:
@@ -209,6 +226,7 @@ class DraftStats:
             "verify_ms": round(self.verify_ms, 3),
             "accept_ms": round(self.accept_ms, 3),
             "host_ms": round(self.host_ms, 3),
+            "hidden_ms": round(self.hidden_ms, 3),
             "offered": {name: self._by_depth(self.offered, name) for name in sources},
             "accepted": {name: self._by_depth(self.accepted, name) for name in sources},
         }

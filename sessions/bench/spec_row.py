@@ -85,7 +85,7 @@ class Row:
     shares: dict[str, float]
     """Of a step: `draft`, `verify`, `accept` and `host`, 1 together."""
     overhead_share: float
-    """Of a step: all but the forward pass."""
+    """Of the time: that in which no forward pass ran."""
     expected_tokens_per_s: float | None
     """By the controller's chances and costs, for the steps that were run."""
     plain_first_token_ms: float
@@ -140,7 +140,7 @@ class Row:
             accept_ms=stats.accept_ms / stats.steps,
             host_ms=stats.host_ms / stats.steps,
             shares={part: ms / stats.wall_ms for part, ms in parts.items()},
-            overhead_share=1 - stats.verify_ms / stats.wall_ms,
+            overhead_share=stats.overhead_share,
             expected_tokens_per_s=controller.expected_rate,
             plain_first_token_ms=median(pair.plain_first_ms for pair in pairs),
             drafted_first_token_ms=median(pair.drafted_first_ms for pair in pairs),

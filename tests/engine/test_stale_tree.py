@@ -38,8 +38,8 @@ def test_the_step_runs_again(spec: str, monkeypatch: pytest.MonkeyPatch) -> None
     expected = reply(Engine(TinyModel(), config, costs=COSTS, guard=False))
     real, calls, raised = Drafting.behind, [0], [0]
 
-    def behind(drafting: Drafting, seqs: list[Sequence]) -> Callable[[], None]:
-        work = real(drafting, seqs)
+    def behind(drafting: Drafting, seqs: list[Sequence], run_on: None) -> Callable[[], None]:
+        work = real(drafting, seqs, run_on)
 
         def once_in_a_while() -> None:
             calls[0] += 1

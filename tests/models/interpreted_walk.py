@@ -11,7 +11,7 @@ import torch
 
 from chatkv.attention.store import compact_plain
 from chatkv.models.tree_rows import Carried, TreeRows, row_fields
-from chatkv.models.walk_triton import WalkRoom, move_rows, walk_rows
+from chatkv.models.walk_triton import LONGEST_PATH, WalkRoom, move_rows, shift_rows, walk_rows
 from chatkv.sampling_triton import PickRoom
 from chatkv.spec.proposal import GrownTree, walked
 from chatkv.spec.tree import DraftTree
@@ -147,3 +147,13 @@ def went_beside(seed: int) -> set[bool]:
         assert room.path[0, : int(room.counts[0])].tolist() == list(found.rows)
         longer.add(found.rows[-1] >= 9)
     return longer
+
+
+@pytest.mark.parametrize("kept", [1, 3, 5])
+def test_rows_go_behind_those_that_are_kept(kept: int) -> None:
+    reach = torch.arange(100, 100 + ROWS + LONGEST_PATH)
+    inputs = {"reach": reach, "slots": torch.zeros(ROWS, dtype=torch.int64)}
+    inputs["kv_len"] = torch.tensor([40], dtype=torch.int32)
+    shift_rows(inputs, torch.tensor([kept], dtype=torch.int32))
+    assert inputs["slots"].tolist() == list(range(100 + kept, 100 + kept + ROWS))
+    assert inputs["kv_len"].tolist() == [40 + kept]

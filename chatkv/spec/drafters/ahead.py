@@ -70,6 +70,12 @@ class Ahead:
         """Whether a tree is begun behind the step of a sequence that runs."""
         return self._launched == seq_id
 
+    def begun(self, seq_id: int) -> TreeRows | None:
+        """Where the tree lies that grows behind the step of a sequence that runs, if one does."""
+        if self._grower is None or self._launched != seq_id:
+            return None
+        return self._grower.rows
+
     def void(self, seq_id: int) -> None:
         """What was begun is for other rows."""
         if self._growing == seq_id:

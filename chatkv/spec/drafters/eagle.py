@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chatkv.models.logits import Features
 from chatkv.spec.drafter import DraftContext
@@ -17,6 +17,9 @@ from chatkv.spec.heads.grown import tree_of
 from chatkv.spec.proposal import GrownTree
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
+
+if TYPE_CHECKING:
+    from chatkv.models.tree_rows import TreeRows
 
 AT_ONCE = 8
 """Rows that are stored as part of a guess."""
@@ -235,6 +238,10 @@ class EagleDrafter:
     def grown(self, context: DraftContext, max_rows: int) -> GrownTree | None:
         """The tree that was begun ahead, if it is the one for these ids."""
         return self._ahead.take(context, max_rows)
+
+    def begun(self, seq_id: int) -> TreeRows | None:
+        """Where the tree that was begun behind the running step will lie."""
+        return self._ahead.begun(seq_id)
 
     def void(self, seq_id: int) -> None:
         """What was begun is for other rows."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chatkv.errors import HeadsMismatch
 from chatkv.models import catalog
@@ -20,6 +20,9 @@ from chatkv.spec.heads.grown import tree_of
 from chatkv.spec.proposal import GrownTree
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
+
+if TYPE_CHECKING:
+    from chatkv.models.tree_rows import TreeRows
 
 WEIGHTS = Path(__file__).parent.parent / "weights"
 """Heads that ship with chatkv."""
@@ -113,6 +116,10 @@ class HeadsDrafter:
         if tree is not None:
             self._read.pop(context.seq_id, None)  # or the next step would have to copy them
         return tree
+
+    def begun(self, seq_id: int) -> TreeRows | None:
+        """Where the tree that was begun behind the running step will lie."""
+        return self._ahead.begun(seq_id)
 
     def void(self, seq_id: int) -> None:
         """What was begun is for other rows."""

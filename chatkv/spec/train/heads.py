@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ def train(
             if before.draft_ids.tolist() != store.draft_ids.tolist():
                 report(f"{kind}: other draft ids than before; its weights are kept")
             head, earlier[kind] = before.head, dict(before.training)
+            head.shape = replace(head.shape, draft_ids=len(store.draft_ids))
         else:
             shape = shape_for(kind, spec, draft_ids=len(store.draft_ids))
             head, earlier[kind] = new_head(shape), {}
