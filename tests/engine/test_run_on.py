@@ -52,7 +52,7 @@ class Grower:
 class Copier:
     """A head that copies what came behind its token before, begun behind each step."""
 
-    name, taps, tap_rows = "heads", (1,), 1
+    name, taps, tap_rows, reads_late = "heads", (1,), 1, False
 
     def __init__(self) -> None:
         self.grower = Grower()
@@ -67,9 +67,12 @@ class Copier:
     def read(self, seq_id: int, start: int, features: Any) -> None: ...
     def catch_up(self, seq_id: int, tokens: Sequence[int]) -> None: ...
     def missing(self, seq_id: int) -> None: ...
+    def owed(self, seq_id: int, first: int, stop: int) -> None: ...
 
     def ahead(self, seq_id: int) -> Callable[[], None]:
         return lambda: self._ahead.begin(seq_id, lambda: None)
+
+    def clear(self) -> None: ...
 
     def begun(self, seq_id: int) -> Any:
         return self._ahead.begun(seq_id)

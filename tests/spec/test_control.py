@@ -384,6 +384,7 @@ def test_stats_add_up():
         "verify_ms": 26.0,
         "accept_ms": 1.0,
         "host_ms": 2.0,
+        "hidden_ms": 0.0,
         "offered": {"s": [1, 1]},
         "accepted": {"s": [1, 0]},
     }
