@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import struct
 import sys
 from array import array
@@ -78,7 +79,11 @@ class LogFile:
             check_private(path)
         else:
             private_file(path)
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if not path.is_file():
+            raise StoreError(
+                f"{path} is no file.", hint="Delete it; the log is made anew from the chats."
+            )
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         if tok_fp is not None and not os.fstat(self._fd).st_size:
             self.restart()
 
@@ -242,13 +247,16 @@ class LogFile:
 def erase_turns(folder: Path, turns: Iterable[Turn]) -> None:
     """Take turns out of every log in the folder of a `chat.db`; the bytes are gone on return.
 
-    A log that cannot be read is deleted: it is made anew from what is stored.
+    A log that cannot be read is deleted: it is made anew from what is stored. What has the name of
+    one and is neither a file nor a link, such as a folder, holds no ids and is left alone.
 
     Raises:
         StoreError: A log can neither be changed nor deleted.
     """
     doomed = list(turns)
     for path in folder.glob("history-*.tokens"):
+        if not _holds_ids(path):
+            continue
         try:
             file = LogFile(path, None)
             try:
@@ -259,9 +267,16 @@ def erase_turns(folder: Path, turns: Iterable[Turn]) -> None:
             try:
                 with suppress(OSError):  # cut it short for those who have it open
                     os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW))
-                path.unlink()
+                path.unlink(missing_ok=True)
             except OSError as error:
                 raise StoreError(
                     f"{path} holds ids of what is deleted and cannot be changed: {error}.",
                     hint="Make it and its folder writable, or delete the file, and try again.",
                 ) from error
+
+
+def _holds_ids(path: Path) -> bool:
+    try:
+        return stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFLNK)
+    except FileNotFoundError:
+        return False

@@ -156,7 +156,9 @@ def test_a_failed_deletion_says_so_and_deletes_nothing(talk_on, store, open_log,
     talk.turn(session, "prompt", "reply")
     log = open_log()
     monkeypatch.setattr(LogFile, "erase", lambda self, turns: (_ for _ in ()).throw(OSError("io")))
-    monkeypatch.setattr(Path, "unlink", lambda self: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr(
+        Path, "unlink", lambda self, missing_ok=False: (_ for _ in ()).throw(OSError("read-only"))
+    )
     with pytest.raises(StoreError, match="holds ids of what is deleted"):
         store.delete(session)
     monkeypatch.undo()
@@ -419,6 +421,23 @@ def test_a_link_is_not_followed(talk_on, store, open_log, chat_path, tmp_path):
     talk.turn(session, "hello", "reply")
     store.delete(session)
     assert target.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, lambda path: os.mkfifo(path, 0o600)], ids=["folder", "pipe"]
+)
+def test_what_is_no_file_is_told_and_keeps_no_chat_from_being_deleted(
+    talk_on, store, open_log, chat_path, make
+):
+    make(log_path(chat_path.parent, FP))
+    log = open_log()
+    assert log.now() is None
+    assert "is no file" in log.take_notices()[0]
+    talk = talk_on(store)
+    session = talk.start()
+    talk.turn(session, "hello", "reply")
+    store.delete(session)
+    assert [found.id for found in store.sessions()] == []
 
 
 def test_without_chat_db_there_is_no_log(tmp_path):
