@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from app.fakes import FakeEngine
+from app.fake_engine import FakeEngine
 from conversation import Conversation
 from fakes import TinyModel
 from faulty import Countdown, Faulty

@@ -110,13 +110,14 @@ def turn_and_name(slash: Slash) -> tuple[int | None, str]:
 
 
 def _unknown(name: str, rest: str = "") -> UsageError:
-    near = difflib.get_close_matches(name, [*BY_NAME, *ALIASES], 1, 0.6)
-    if f"sampling.{name}" in schema.SETTINGS:
-        hint = f"Did you mean /set {safe_line(f'{name} {rest}'.strip())[:40]}?"
-    elif near:
-        hint = f"Did you mean /{ALIASES.get(near[0], near[0])}?"
-    else:
+    settings = [key.removeprefix("sampling.") for key in schema.SETTINGS if "sampling." in key]
+    near = difflib.get_close_matches(name, [*BY_NAME, *ALIASES, *settings], 1, 0.6)
+    if not near:
         hint = "/help lists them."
+    elif near[0] in settings:
+        hint = f"Did you mean /set {safe_line(f'{near[0]} {rest}'.strip())[:40]}?"
+    else:
+        hint = f"Did you mean /{ALIASES.get(near[0], near[0])}?"
     return UsageError(
         f"There is no command /{safe_line(name)[:40]}.",
         hint=f"{hint} //... sends a text that starts with a slash.",

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chatkv.errors import ChatKVError, ConfigError, EngineLost, UnknownSession, UsageError
+from app.fake_engine import READY
+
+from chatkv.errors import ChatKVError, ConfigError, UnknownSession, UsageError
 from chatkv.events import (
     Delta,
     Done,
@@ -18,7 +20,6 @@ from chatkv.events import (
     ForgetPlanned,
     MessageIds,
     Prefill,
-    Ready,
     RedactEvent,
     Rendered,
     Usage,
@@ -28,81 +29,21 @@ from sessions.port import (
     ChatRow,
     ContextTurn,
     ContextView,
-    EngineState,
     Moment,
     Preview,
     Price,
     TreeTurn,
     TurnView,
-    Watchers,
 )
-from sessions.request import Request
 
 AT_MS = 1_714_564_800_000
 """1 May 2024: old enough that the screen shows a month and a year."""
-
-READY = Ready(
-    model="SmolLM2-135M-Instruct", device="cpu", backend="cpu", mode="exact", context_limit=4096,
-    drafting="auto", tok_fp="00" * 32,
-)  # fmt: skip
 
 USAGE = Usage(
     prompt_tokens=1904, cached_tokens=1848, prompt_n=56, prompt_ms=47.0, predicted_n=142,
     predicted_ms=845.0, steps=42, draft_n=312, draft_n_accepted=100, context_limit=4096,
     context_used=2046, pages_used=161, pages_total=256,
 )  # fmt: skip
-
-
-class FakeEngine:
-    """Moves between states when told to."""
-
-    def __init__(self, *, ready: bool = True) -> None:
-        self._watchers = Watchers()
-        self.failure: ChatKVError | None = None
-        self.starts = 0
-        self.closed = False
-        if ready:
-            self.become_ready()
-
-    @property
-    def state(self) -> EngineState:
-        return self._watchers.state
-
-    def start(self) -> None:
-        self.starts += 1
-        self._watchers.move(EngineState("starting"))
-
-    def watch(self, callback: Any) -> None:
-        self._watchers.callbacks.append(callback)
-
-    def move(self, phase: str, **fields: Any) -> None:
-        """Go into a state, telling the watchers from another thread, as the real client does."""
-        state = EngineState(phase, **fields)
-        thread = threading.Thread(target=self._watchers.move, args=(state,))
-        thread.start()
-        thread.join()
-
-    def become_ready(self) -> None:
-        self.move("ready", ready=READY)
-
-    def wait_ready(self, timeout_s: float | None = None) -> Ready:
-        if self.state.ready is not None and self.state.phase != "lost":
-            return self.state.ready
-        raise self.failure or EngineLost(
-            f"The engine process ended ({self.state.detail}).", hint="The conversation is saved."
-        )
-
-    def generate(self, request: Request) -> Iterator[Event]:
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        raise NotImplementedError
-
-    def call(self, op: str, **args: Any) -> dict[str, Any]:
-        return {"pages_used": 161, "pages_total": 256}
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @dataclass(slots=True)

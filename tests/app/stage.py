@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.fakes import FakeChats, FakeEngine
+from app.fake_engine import FakeEngine
+from app.fakes import FakeChats
 from textual import events
 from textual.keys import _character_to_key
 from textual.pilot import Pilot

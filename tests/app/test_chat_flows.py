@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from app.fakes import FakeChats, FakeEngine
+from app.fake_engine import FakeEngine
+from app.fakes import FakeChats
 from app.stage import Stage, stage
 from textual import events
 from textual.keys import _character_to_key

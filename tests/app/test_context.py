@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from app.fakes import FakeChat, FakeChats, FakeEngine
+from app.fake_engine import FakeEngine
+from app.fakes import FakeChat, FakeChats
 from app.stage import Stage, stage
 
 from chatkv.errors import ContextFull, UsageError

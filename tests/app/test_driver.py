@@ -11,7 +11,8 @@ import threading
 from typing import Any, cast
 
 import pytest
-from app.fakes import FakeChats, FakeEngine
+from app.fake_engine import FakeEngine
+from app.fakes import FakeChats
 from textual.drivers._writer_thread import WriterThread
 
 from tui import wiring

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 
-from app.fakes import FakeEngine
+from app.fake_engine import FakeEngine
 
 from sessions.port import EngineState
 from tui.loading import SLOW, Loading, progress_words, stage_words

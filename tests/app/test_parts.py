@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from app.fakes import AT_MS, FakeChats, FakeEngine
+from app.fake_engine import FakeEngine
+from app.fakes import AT_MS, FakeChats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,7 +120,11 @@ def test_unknown_command_offers_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("text", "hint"),
-    [("/temperature 0.5", "Did you mean /set temperature 0.5?"), ("/xyzzy", "/help lists them.")],
+    [
+        ("/temperature 0.5", "Did you mean /set temperature 0.5?"),
+        ("/tempratur", "Did you mean /set temperature?"),
+        ("/xyzzy", "/help lists them."),
+    ],
 )
 def test_unknown_command_offers_the_way_to_what_was_meant(text, hint) -> None:
     with pytest.raises(UsageError) as error:

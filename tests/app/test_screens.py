@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from app.fakes import AT_MS, FakeChats, FakeEngine
+from app.fake_engine import FakeEngine
+from app.fakes import AT_MS, FakeChats
 from app.stage import Stage, stage
 from data.escape_corpus import CORPUS, KEPT
 from textual import events
