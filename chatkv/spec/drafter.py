@@ -367,7 +367,8 @@ class GuardedDrafters:
             return call()
         except Exception as error:  # a drafter only guesses: no bug of it may stop a reply
             self._off.update((drafter.name, seq_id) for seq_id in seq_ids)
-            message = f"{drafter.name} is off for this conversation: {error}"
+            said = " ".join([type(error).__name__, *str(error).split()])
+            message = f"{drafter.name} is off for this conversation: {said:.200}"
             self.failures.append(message)
             logger.warning(message, exc_info=error)
             return None

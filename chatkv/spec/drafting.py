@@ -17,6 +17,7 @@ from chatkv.spec.proposal import GrownTree, Proposal, settled
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
+from chatkv.spec.view import TokenView
 
 if TYPE_CHECKING:
     from chatkv.models.tree_rows import TreeRows
@@ -69,7 +70,7 @@ class Drafting:
     def follow(self, seq: Sequence) -> None:
         """A sequence has its prompt in place and its first token chosen."""
         self._stats[seq.id] = DraftStats()
-        self.drafters.follow(seq.id, seq.tokens)
+        self.drafters.follow(seq.id, TokenView(seq.tokens))
 
     def void(self, seq: Sequence) -> None:
         """The sequence's next rows stand elsewhere: what was begun ahead is not for them."""
@@ -92,7 +93,7 @@ class Drafting:
         for seq in seqs:
             if self._look_again and (span := self.drafters.missing(seq.id)) is not None:
                 self._look_again(seq, *span)
-            self.drafters.catch_up(seq.id, seq.tokens)
+            self.drafters.catch_up(seq.id, TokenView(seq.tokens))
 
     @property
     def reads_late(self) -> bool:
@@ -106,7 +107,7 @@ class Drafting:
         closed stays of use to a sequence that begins with the same ids."""
         assert self._look_again is not None
         place = seq.table.first_cut, seq.table.num_tokens
-        self.drafters.follow(seq.id, seq.tokens)
+        self.drafters.follow(seq.id, TokenView(seq.tokens))
         try:
             span, last = self.drafters.owed(seq.id, *place), None
             while span is not None and span != last:  # or there is no room to compute them
@@ -132,7 +133,7 @@ class Drafting:
         )
         if not plan.asks:
             return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
-        contexts = [DraftContext(seq.id, seq.tokens, seq.sampler) for seq in seqs]
+        contexts = [DraftContext(seq.id, TokenView(seq.tokens), seq.sampler) for seq in seqs]
         rows = [plan.rows[seq.id] for seq in seqs]
         trees = self.drafters.propose(
             contexts,

@@ -56,6 +56,10 @@ class DraftTree:
             raise ValueError("tokens, parents and chance differ in shape")
         if self.tokens.dtype != np.int32 or self.parents.dtype != np.int32:
             raise ValueError("tokens and parents must be int32")
+        if self.chance.dtype != np.float32 or self.bins.dtype != np.uint8:
+            raise ValueError("chance must be float32, bins uint8")
+        if set(map(type, self.sources)) - {str}:  # they are sorted and counted
+            raise ValueError(f"sources are names, not {self.sources!r:.100}")
         if self.bins.shape != (rows, len(self.sources)):
             raise ValueError(f"bins is {self.bins.shape}, not {(rows, len(self.sources))}")
         tokens: list[int] = self.tokens.tolist()
