@@ -24,11 +24,10 @@ from chatkv.kv.gauges import Gauges, gauges
 from chatkv.kv.keys import fingerprint, root_key
 from chatkv.kv.layout import stages
 from chatkv.kv.ops import Op
-from chatkv.kv.pool import PagePool
-from chatkv.kv.prefix import CachedPage, PrefixCache
+from chatkv.kv.prefix import PrefixCache
 from chatkv.kv.price import Preview, Price, Pricer
 from chatkv.kv.saver import PageSaver
-from chatkv.kv.store import PageHead, PageStore
+from chatkv.kv.store import PageStore
 from chatkv.kv.swap import HostPages
 from chatkv.kv.table import PageTable, Reservation
 from chatkv.kv.tiers import Tiers
@@ -96,7 +95,7 @@ class Engine:
         exact = model.backend.mode == "exact"
         self.tiers = Tiers(host, store, token_bytes, restore=config.restore, exact=exact)
         if config.host_bytes:
-            self.prefix.spill = partial(_spill, self.pool, host)
+            self.prefix.spill = partial(self.tiers.spill, self.pool)
         self.prompts = Prompts(model, self.pool, self.prefix, self.saver, self.tiers)
         self.identity = model.identity(self.pool.page_size, kv)
         self.fingerprint = fingerprint(self.identity)
@@ -158,17 +157,13 @@ class Engine:
         grammar = None if params.grammar is None else self.grammars.matcher(params.grammar)
         self._next_id += 1
         ids, flags = list(tokens), list(sampled)
-        root = self.root_key if salt is None else root_key(self.fingerprint, salt)
-        chain = Chain(root, self.pool.page_size, ids, flags)
-        for op in ops:
-            chain.add(op)
         seq = self._live[self._next_id] = Sequence(
             id=self._next_id,
             tokens=ids,
             sampled=flags,
             table=PageTable(self.pool, self.model.spec.widest_window),
             sampler=Sampler(params, tokens, grammar),
-            chain=chain,
+            chain=self._chain(ids, flags, ops, salt),
             eos_ids=self.model.spec.eos_ids,
             max_tokens=params.max_tokens or self.context_limit,
             limits=limits,
@@ -196,11 +191,16 @@ class Engine:
     def _pricer(
         self, tokens: Seq[int], sampled: Seq[bool], ops: Seq[Op], salt: bytes | None
     ) -> Pricer:
+        chain = self._chain(list(tokens), list(sampled), ops, salt)
+        return Pricer(self.prefix, self.tiers, chain, self.model.spec.widest_window)
+
+    def _chain(self, ids: list[int], flags: list[bool], ops: Seq[Op], salt: bytes | None) -> Chain:
+        """The keys of a path; it follows the lists as they grow."""
         root = self.root_key if salt is None else root_key(self.fingerprint, salt)
-        chain = Chain(root, self.pool.page_size, list(tokens), list(sampled))
+        chain = Chain(root, self.pool.page_size, ids, flags)
         for op in ops:
             chain.add(op)
-        return Pricer(self.prefix, self.tiers, chain, self.model.spec.widest_window)
+        return chain
 
     def limits(self, max_tokens: int | None = None) -> Limits:
         """What a path has to fit here, for a reply of so many tokens."""
@@ -402,11 +402,3 @@ class Engine:
             start = seq.table.num_tokens + len(gained.rows) - len(rows)
             self.drafting.read(seq.id, start, result.features(rows))
         return gained
-
-
-def _spill(pool: PagePool, host: HostPages, entry: CachedPage) -> None:
-    """Copy a page that leaves the pool to host memory. Its place in the chain is not kept: only
-    what is written to disk needs it."""
-    rows = len(entry.ids)
-    head = PageHead(entry.key, entry.parent, 0, 0, entry.ids, entry.sampled, "mixed")
-    host.put(head, pool.payload_bytes(rows), lambda: pool.read(entry.page, rows))

@@ -16,6 +16,8 @@ from typing import Literal
 
 from chatkv.errors import StoreError
 from chatkv.kv.planner import Plan, Rates, plan
+from chatkv.kv.pool import PagePool
+from chatkv.kv.prefix import CachedPage
 from chatkv.kv.store import PageHead, PageImage, PageStore
 from chatkv.kv.swap import HostPages
 
@@ -70,6 +72,13 @@ class Tiers:
     def reads_disk(self) -> bool:
         """Whether anything may come from disk at all."""
         return self.disk is not None and self.restore != "never"
+
+    def spill(self, pool: PagePool, entry: CachedPage) -> None:
+        """Copy a page that leaves the pool to host memory. Its place in the chain is not kept: only
+        what is written to disk needs it."""
+        rows = len(entry.ids)
+        head = PageHead(entry.key, entry.parent, 0, 0, entry.ids, entry.sampled, "mixed")
+        self.host.put(head, pool.payload_bytes(rows), lambda: pool.read(entry.page, rows))
 
     def begin(self, *, compares: bool = True) -> None:
         """Another prompt is looked for.
