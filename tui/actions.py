@@ -68,8 +68,8 @@ ACTIONS = (
            "typing", palette=False),
     Action("box.complete", "tab", "complete", "", "Complete a slash command", "typing",
            palette=False),
-    Action("box.undo", "ctrl+underscore", "undo", "", "Undo, also a text that was cleared or sent",
-           "typing", palette=False),
+    Action("box.undo", "ctrl+underscore,ctrl+slash,ctrl+shift+minus", "undo", "",
+           "Undo, also a text that was cleared or sent", "typing", palette=False),
     Action("box.history", "up,down", "", "", "Earlier prompts, from the first and last line",
            "typing", palette=False),
     Action("view.page_up", "pageup", "screen.scroll_by('page', -1)", "", "A page up", "transcript",
@@ -156,7 +156,7 @@ ALIASES = {"quit": "exit", "q": "exit", "bye": "exit", "?": "help", "clear": "ne
 _KEY_NAMES = {
     "escape": "Esc", "enter": "Enter", "tab": "Tab", "up": "Up", "down": "Down", "home": "Home",
     "end": "End", "pageup": "PgUp", "pagedown": "PgDn", "slash": "/",
-    "underscore": "_", "left_square_bracket": "[", "right_square_bracket": "]",
+    "underscore": "_", "minus": "-", "left_square_bracket": "[", "right_square_bracket": "]",
 }  # fmt: skip
 
 

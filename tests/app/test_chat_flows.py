@@ -218,12 +218,13 @@ async def test_a_model_that_cannot_be_loaded_says_why() -> None:
         await on.shows("is 3 tokens.", "F5 tries again")
 
 
-async def test_ctrl_c_clears_then_quits_when_pressed_twice() -> None:
+@pytest.mark.parametrize("undo", ["ctrl+underscore", "ctrl+slash", "ctrl+shift+minus"])
+async def test_ctrl_c_clears_then_quits_when_pressed_twice(undo) -> None:
     async with stage() as on:
         on.type("draft")
         await on.press("ctrl+c")
         assert on.chat_screen.prompt.text == ""
-        await on.press("ctrl+underscore")
+        await on.press(undo)
         assert on.chat_screen.prompt.text == "draft"
         await on.press("ctrl+c", "ctrl+c")
         await on.shows("Ctrl+C again quits")
