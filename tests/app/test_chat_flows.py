@@ -226,6 +226,8 @@ async def test_ctrl_c_clears_then_quits_when_pressed_twice(undo) -> None:
         assert on.chat_screen.prompt.text == ""
         await on.press(undo)
         assert on.chat_screen.prompt.text == "draft"
+        await on.press("ctrl+c", undo)
+        assert on.chat_screen.prompt.text == "draft"
         await on.press("ctrl+c", "ctrl+c")
         await on.shows("Ctrl+C again quits")
         await on.press("ctrl+c")

@@ -9,6 +9,7 @@ from typing import ClassVar
 from textual import events
 from textual.reactive import reactive
 from textual.widgets import Input, TextArea
+from textual.widgets.text_area import EditResult
 
 from tui.actions import bindings
 from tui.messages import Submitted, Typed
@@ -53,6 +54,11 @@ class PromptBox(TextArea):
         self._put = self._shown(text)
         self._replace_all(self._put)
         self._place = None
+
+    def clear(self) -> EditResult:
+        """Empty the box, as a step of its own for undo."""
+        self.history.checkpoint()
+        return super().clear()
 
     def earlier(self, prompts: Sequence[str]) -> None:
         """What Up goes back to, oldest first."""
