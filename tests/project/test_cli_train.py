@@ -7,20 +7,25 @@ import types
 
 import pytest
 
+from chatkv.errors import BackendUnavailable
+from chatkv.models import devices
 from tui.commands import train_heads
 
 
 @pytest.fixture
 def stages(monkeypatch, tmp_path):
     """The stages that were asked for; `fails` makes one of them fail."""
-    ran = types.SimpleNamespace(stages=[], fails="")
+    ran = types.SimpleNamespace(stages=[], fails="", interrupted="", devices=[])
 
     def run(command, check):
         assert command[1:3] == ["-m", "chatkv.spec.train"]
         ran.stages.append(command[3:])
+        if command[3] == ran.interrupted:
+            raise KeyboardInterrupt
         return subprocess.CompletedProcess(command, 3 if command[3] == ran.fails else 0)
 
     monkeypatch.setattr(train_heads.subprocess, "run", run)
+    monkeypatch.setattr(devices, "expect_cuda", lambda device: ran.devices.append(device))
     gguf = tmp_path / "own.gguf"
     gguf.write_bytes(b"GGUF")
     monkeypatch.setenv("CHATKV_MODEL", str(gguf))
@@ -39,13 +44,36 @@ def test_all_stages_share_the_time(chatkv, stages, tmp_path):
     assert stages.stages[0][-2:] == ["--prompts", "a"]
 
 
-def test_a_stage_that_fails_ends_it_and_says_how_to_go_on(chatkv, stages):
+def test_a_stage_that_fails_ends_it_and_says_how_to_go_on(chatkv, stages, tmp_path):
     stages.fails = "train"
-    ran = chatkv("train-heads")
+    ran = chatkv("train-heads", "--work", str(tmp_path))
     assert ran.code == 4
     assert "The stage train ended with status 3" in ran.err
-    assert "goes on from there" in ran.err
+    assert "Nothing was learned" in ran.err
     assert [stage[0] for stage in stages.stages] == ["distill", "train"]
+    (tmp_path / "distill-00-00.npz").write_bytes(b"")
+    assert "goes on from there" in chatkv("train-heads", "--work", str(tmp_path)).err
+
+
+def test_ctrl_c_says_what_is_kept(chatkv, stages, tmp_path):
+    stages.interrupted = "train"
+    (tmp_path / "distill-00-00.npz").write_bytes(b"")
+    ran = chatkv("train-heads", "--work", str(tmp_path))
+    assert ran.code == 130
+    assert "goes on from there" in ran.err
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "npu"])
+def test_no_stage_begins_where_none_could_end(chatkv, stages, monkeypatch, device):
+    def refuse(device):
+        raise BackendUnavailable("No CUDA device can be used.", hint="Choose --device cpu.")
+
+    monkeypatch.setattr(devices, "expect_cuda", refuse)
+    ran = chatkv("train-heads", "--device", device)
+    assert ran.code == 4
+    assert "--device cpu" in ran.err
+    assert not stages.stages
+    assert chatkv("train-heads", "--device", "cpu").code == 0
 
 
 def test_too_little_time(chatkv, stages):

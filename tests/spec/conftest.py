@@ -7,14 +7,18 @@ step, and the rows of the tree that its ancestor bits name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
+from taught import PROMPTS
 
 from chatkv.grammar import Grammars
+from chatkv.models.random_model import random_weights
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec import verify as verify_module
 from chatkv.spec.drafter import DraftContext, Drafter, GuardedDrafters
@@ -247,3 +251,25 @@ def toy() -> SimpleNamespace:
         sampler_of=sampler_of,
         verify_module=verify_module,
     )
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights("random:tiny", torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def talker(weights):
+    """The same model, but it stops more often: so it makes up whole prompts."""
+    head = weights.head.clone()
+    head[256] *= 2
+    return replace(weights, head=head)
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    folder = tmp_path / "prompts"
+    folder.mkdir()
+    lines = [f'{{"turns": {turns}}}'.replace("'", '"') for turns in PROMPTS]
+    (folder / "some.jsonl").write_text("\n".join(lines) + "\n")
+    return folder

@@ -25,7 +25,7 @@ LEAST_MINUTES = 2.0
     type=FILE,
     multiple=True,
     metavar="PATH",
-    help="JSONL file or folder; else a few built in.",
+    help="JSONL file or folder; beside what the model makes up.",
 )
 @click.option("--measure", "measured", type=FILE, multiple=True, metavar="PATH",
               help="Prompts to measure with, never trained on.")  # fmt: skip
@@ -56,12 +56,18 @@ def train_heads(
 
     The model answers the prompts and texts it makes up itself; the head learns from that. A run
     that is stopped goes on where it was. The head is used from then on with `--drafters heads`.
+    Training needs a CUDA device; --device cpu takes days and is for trying it out.
     """
     settings = found.settings({"model": model, "device": device})
     name = settings["model"]
     file = catalog.find(name)
     folder = work or catalog.cache_dir() / "heads-training" / file.name.replace("/", "-")
     where = "cuda" if settings["device"] == "auto" else settings["device"]
+    if where != "cpu" and imported is None:
+        from chatkv.models.devices import expect_cuda, expect_no_npu
+
+        expect_no_npu(where)
+        expect_cuda(where)  # or every stage would find that out for itself
     target = catalog.cache_dir() / "heads"
     shared = ["--model", name, "--device", where, "--out", str(folder)]
     stages = [
@@ -84,14 +90,16 @@ def train_heads(
         )
     for stage in stages:
         found.note(f"{stage[0]} ...")
-        done = subprocess.run(
-            [sys.executable, "-m", "chatkv.spec.train", stage[0], *shared, *stage[1:]], check=False
-        )
+        command = [sys.executable, "-m", "chatkv.spec.train", stage[0], *shared, *stage[1:]]
+        try:
+            done = subprocess.run(command, check=False)
+        except KeyboardInterrupt:
+            found.note(_kept(folder))
+            raise
         if done.returncode:
-            kept = "What was learned is kept: the same command goes on from there."
             raise ModelError(
                 f"The stage {stage[0]} ended with status {done.returncode}.",
-                hint="Nothing was written." if imported is not None else kept,
+                hint="Nothing was written." if imported is not None else _kept(folder),
             )
     if as_json:
         output.write_json(
@@ -103,6 +111,13 @@ def train_heads(
         )
     else:
         output.line(f"The head is in {target}. Use it with --drafters ngram,heads.")
+
+
+def _kept(folder: Path) -> str:
+    """What there is of a run that ended early."""
+    if not any(folder.glob("*.npz")):
+        return "Nothing was learned."
+    return "What was learned is kept: the same command goes on from there."
 
 
 def _paths(option: str, paths: tuple[Path, ...]) -> list[str]:

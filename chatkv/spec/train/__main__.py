@@ -46,6 +46,10 @@ DRAFT_IDS = 16384
 """Guessed among: 98 % of what the default model writes. A CPU takes the frequent half, 94 %."""
 SAVING_S = 4.0
 """Kept for the last look and the files."""
+CPU_SEATS, CPU_ROWS = 8, 1
+"""Conversations, and rows of a training step, at once on a CPU: a thousand of them take 24 GB
+there, and longer to begin than a stage has."""
+INTERRUPTED = 130
 
 
 def report(line: str) -> None:
@@ -66,7 +70,7 @@ def run_distill(options: argparse.Namespace) -> dict[str, Any]:
         prompts=tuple(options.prompts),
         out=options.out,
         seconds=60 * options.minutes - (time.monotonic() - STARTED),
-        seats=options.seats,
+        seats=options.seats or (CPU_SEATS if options.device == "cpu" else 2048),
         length=options.length,
         answer_tokens=options.answer_tokens,
         max_tokens=options.max_tokens,
@@ -113,7 +117,7 @@ def run_train(options: argparse.Namespace) -> dict[str, Any]:
         out=options.out,
         seconds=deadline - time.monotonic() - SAVING_S,
         kinds=tuple(options.kinds),
-        rows=options.rows,
+        rows=options.rows or (CPU_ROWS if options.device == "cpu" else 16),
         rate=options.rate,
         seed=options.seed,
     )
@@ -124,8 +128,9 @@ def run_measure(options: argparse.Namespace) -> dict[str, Any]:
     weights, tokenizer = load(options)
     texts = read_prompts(options.prompts)[: options.limit]
     rows = [[tokenizer.encode(turn, special=False) for turn in turns] for turns in texts]
+    seats = options.seats or (CPU_SEATS if options.device == "cpu" else 1024)
     config = DistillConfig(
-        (), options.out, 60 * options.minutes, options.seats, options.length, options.answer_tokens
+        (), options.out, 60 * options.minutes, seats, options.length, options.answer_tokens
     )
     done = answer_prompts(config, weights, Frame.of(tokenizer), rows, options.temperatures)
     report(f"{len(done)} conversations, {sum(len(c.ids) for c in done):,} tokens")
@@ -186,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
 
     made = stage("distill", run_distill, 6)
     made.add_argument("--prompts", type=Path, nargs="*", default=[], help="JSON lines or folders")
-    made.add_argument("--seats", type=int, default=2048, help="conversations at once")
+    made.add_argument("--seats", type=int, help="conversations at once")
     made.add_argument("--length", type=int, default=1024, help="longest conversation")
     made.add_argument("--answer-tokens", type=int, default=384)
     made.add_argument("--max-tokens", type=int, default=20_000_000)
@@ -198,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     made.add_argument("--draft-ids", type=int, default=DRAFT_IDS)
     made.add_argument("--length", type=int, default=1024, help="tokens of a packed row")
-    made.add_argument("--rows", type=int, default=16, help="packed rows of a step")
+    made.add_argument("--rows", type=int, help="packed rows of a step")
     made.add_argument("--rate", type=float, default=1e-3)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--tap-share", type=float, default=0.4, help="most of the time for taps")
@@ -208,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompts", type=Path, nargs="+", required=True, help="never trained on")
     made.add_argument("--limit", type=int, default=None, help="prompts at most")
     made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
-    made.add_argument("--seats", type=int, default=1024)
+    made.add_argument("--seats", type=int, help="conversations at once")
     made.add_argument("--length", type=int, default=1536)
     made.add_argument("--answer-tokens", type=int, default=256)
 
@@ -231,6 +236,9 @@ def main() -> int:
     except ChatKVError as error:
         report(f"{error.message} {error.hint}")
         return error.exit_code
+    except KeyboardInterrupt:
+        report("interrupted; what is in the folder is whole")
+        return INTERRUPTED
     report(", ".join(f"{name} {value}" for name, value in found.items()))
     return 0
 

@@ -221,6 +221,12 @@ def distill(
             shards.add([conversation(task, ids)])
     shards.flush()
     report(_line(shards.tokens, time.monotonic() - began, novelty))
+    if not shards.tokens:
+        raise UsageError(
+            f"No answer was written in {config.seconds:.0f} seconds, of which getting ready took "
+            f"{began - started:.0f}.",
+            hint="Give it more --minutes.",
+        )
     return {
         "stint": stint,
         "tokens": shards.tokens,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chatkv.errors import UsageError
 from chatkv.models.dense import DenseWeights
 from chatkv.spec.heads.file import HeadFile, load, save, target_of
 from chatkv.spec.heads.modules import Head, new_head
@@ -71,6 +72,10 @@ def train(
 ) -> dict[str, Any]:
     """Train until the time is over; returns what each head does on rows it has not seen."""
     started = time.monotonic()
+    if config.seconds <= 0:
+        raise UsageError(
+            "Getting ready took all the time there was to train.", hint="Give it more --minutes."
+        )
     device, spec = weights.device, weights.spec
     torch.manual_seed(config.seed)
     pupils: dict[Kind, Pupil] = {}
@@ -116,7 +121,8 @@ def train(
     at, told, kept = 0, started, started
     passes = 0.0
     lesson: Lesson | None = None
-    while (now := time.monotonic()) - started < config.seconds:
+    while not passes or time.monotonic() - started < config.seconds:
+        now = time.monotonic()
         if at + config.rows > len(order):
             order, at = torch.randperm(len(store), generator=generator), 0
         places = order[at : at + config.rows].to(device)

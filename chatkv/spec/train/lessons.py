@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chatkv.errors import UsageError
 from chatkv.models.dense import DenseWeights
 from chatkv.spec.train.base import Base, Rows, last_rows
 from chatkv.spec.train.packing import Packed
@@ -48,7 +49,11 @@ class LessonStore:
         draft_ids: npt.NDArray[np.int64],
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> LessonStore:
-        """Run the target over rows for as long as `may_go_on` says; the rest is left out."""
+        """Run the target over rows for as long as `may_go_on` says; the rest is left out.
+
+        Raises:
+            UsageError: There are none.
+        """
         base, device, vocab = Base(weights), weights.device, weights.spec.vocab_size
         ids = torch.from_numpy(draft_ids).to(device)
         place_of = torch.full((vocab,), len(ids), dtype=torch.int64, device=device)
@@ -70,7 +75,11 @@ class LessonStore:
                 states = torch.empty(shape, dtype=found.states.dtype, device=device)
             states[part], log_total[part] = found.states, found.log_total
             ready += len(found.states)
-        assert states is not None, "there are rows"
+        if states is None:
+            raise UsageError(
+                "There is no row of text to train on, beside the one that is kept to look at.",
+                hint="Give the stage that writes more --minutes; what it wrote stays.",
+            )
         every = slice(0, ready)
         return cls(
             weights, rows_of(rows, every), states[every], log_total[every], ids,
