@@ -21,9 +21,9 @@ from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafters import heads as heads_drafter
 from chatkv.spec.drafters.heads import HeadsDrafter, find_heads, load_heads
 from chatkv.spec.heads import cpu_parts
-from chatkv.spec.heads.cpu import CpuGrower, grower_of
+from chatkv.spec.heads.cpu import CpuFan, CpuGrower, grower_of
 from chatkv.spec.heads.file import HeadFile, save, target_of
-from chatkv.spec.heads.grow import Growth, RecurrentCell, Vocabulary, grow
+from chatkv.spec.heads.grow import Growth, ParallelCell, RecurrentCell, Vocabulary, grow
 from chatkv.spec.heads.modules import new_head
 from chatkv.spec.heads.shape import shape_for
 from chatkv.spec.token_log import TokenIndex
@@ -46,16 +46,18 @@ def head_file(decoder: Decoder, kind: Any = "recurrent", draft_ids: int = DRAFT_
     return HeadFile(head, torch.arange(draft_ids) + 3, target)
 
 
-def test_a_tree_is_that_of_the_modules(decoder, monkeypatch):
+@pytest.mark.parametrize("kind", ["recurrent", "parallel"])
+def test_a_tree_is_that_of_the_modules(decoder, monkeypatch, kind):
     """The packed products lose what Q8_0 loses, so chances are close and the order is kept."""
     monkeypatch.setattr(cpu_parts, "GUESSES", "q8")
-    file = head_file(decoder)
-    grower = CpuGrower(file, decoder, depth=2, children=3)
+    file = head_file(decoder, kind)
+    grower = (CpuGrower if kind == "recurrent" else CpuFan)(file, decoder, depth=2, children=3)
     taps = np.random.default_rng(0).standard_normal((3, decoder.spec.hidden_size))
     taps: Any = taps.astype(np.float32)
     rows = torch.from_numpy(
         decoder.vocabulary_rows(np.arange(decoder.spec.vocab_size), of_head=False)
     )
+    cell = RecurrentCell if kind == "recurrent" else ParallelCell
     for temperature in (0.0, 0.8):
         found = grower.grow(taps, 9, 40, temperature=temperature, seed=5, max_rows=7)
         noise = Sampler(SamplingParams(temperature=temperature, seed=5))
@@ -63,7 +65,7 @@ def test_a_tree_is_that_of_the_modules(decoder, monkeypatch):
         noises = np.stack([noise.noise(40 + depth, ids) for depth in range(2)])
         expected = grow(
             file.head,
-            RecurrentCell(file.head, torch.from_numpy(taps)[None]),  # type: ignore[arg-type]
+            cell(file.head, torch.from_numpy(taps)[None]),  # type: ignore[arg-type]
             Vocabulary.of(file.draft_ids, rows, rows),
             torch.tensor([9]),
             Growth(rows=4, depth=1, width=1, children=3),
@@ -76,8 +78,39 @@ def test_a_tree_is_that_of_the_modules(decoder, monkeypatch):
         np.testing.assert_allclose(chance[1:4], expected.chance[0, 1:], rtol=0.2)
 
 
+def test_a_parallel_head_guesses_each_depth_as_its_modules_do(decoder, monkeypatch):
+    """The guesses of a depth are the same behind all of the depth before."""
+    monkeypatch.setattr(cpu_parts, "GUESSES", "q8")
+    monkeypatch.setattr(cpu_parts, "LEAST_CHANCE", 0.0)
+    file = head_file(decoder, "parallel")
+    with torch.no_grad():
+        file.head.gamma.mul_(3)
+    grower = CpuFan(file, decoder, depth=9, children=2)
+    assert grower.depth == file.head.shape.depth == 4
+    taps: Any = np.random.default_rng(2).standard_normal((3, decoder.spec.hidden_size))
+    rows = torch.from_numpy(decoder.vocabulary_rows(file.draft_ids.numpy(), of_head=True))
+    head: Any = file.head
+    states = head.fan(head.features(torch.from_numpy(taps)))
+    for temperature in (0.0, 0.7):
+        noise = Sampler(SamplingParams(temperature=temperature, seed=6))
+        tokens, parents, chance = grower.grow(
+            taps.astype(np.float32), 9, 40, temperature=temperature, seed=6, max_rows=30
+        )
+        assert parents == [0, 0, 0, 1, 1, 3, 3, 5, 5]
+        for depth in range(4):
+            scores = head.logits(states[depth], rows) / (temperature or 1)
+            scores = scores + torch.from_numpy(noise.noise(40 + depth, file.draft_ids.numpy()))
+            shares = scores.softmax(-1)
+            best = shares.topk(2).indices
+            row = 1 + 2 * depth
+            assert tokens[row] == int(file.draft_ids[best[0]])
+            expected = float(shares[best[0]]) * chance[parents[row]]
+            assert chance[row] == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "parallel"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_drafted_is_plain(decoder, temperature, tmp_path, monkeypatch):
+def test_drafted_is_plain(decoder, temperature, kind, tmp_path, monkeypatch):
     params = SamplingParams(temperature=temperature, seed=2, max_tokens=60)
     prompt = [1, *np.random.default_rng(0).integers(3, 250, 20).tolist()]
 
@@ -92,7 +125,7 @@ def test_drafted_is_plain(decoder, temperature, tmp_path, monkeypatch):
 
     monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
     expected = reply(Engine(decoder, EngineConfig(spec="none"), costs=COSTS))
-    save(tmp_path / "heads.safetensors", head_file(decoder))
+    save(tmp_path / "heads.safetensors", head_file(decoder, kind))
     for spec in ("tree:7", "auto"):
         engine = Engine(decoder, EngineConfig(spec=spec), costs=COSTS, guard=False)
         assert engine.drafting.drafters.names == ("ngram", "heads")
@@ -160,11 +193,6 @@ def test_guesses_in_four_bits_are_near_those_in_eight(decoder, monkeypatch):
     assert sum(best in known for known, best in zip(*found, strict=True)) > 30
 
 
-def test_kinds_that_do_not_run_here_say_so(decoder):
-    with pytest.raises(HeadsMismatch, match="kind parallel"):
-        grower_of(head_file(decoder, "parallel"), decoder)
-
-
 def test_heads_that_cannot_be_packed_say_so(decoder):
     with pytest.raises(HeadsMismatch, match="30 draft ids"):
         grower_of(head_file(decoder, draft_ids=30), decoder)
@@ -187,10 +215,10 @@ def test_auto_means_heads_where_some_fit_these_very_weights(decoder, tmp_path, m
     assert found.names == ("random", "ngram", "history", "heads")
     assert not found.failures
     (tmp_path / "a.safetensors").unlink()
-    save(tmp_path / "a.safetensors", head_file(decoder, "parallel"))  # no CPU runs one
+    save(tmp_path / "a.safetensors", head_file(decoder, draft_ids=30))  # no CPU runs one
     found = made("auto", log=log)
     assert found.names == ("ngram", "history")
     assert found.failures == [caplog.messages[-1]]
-    assert "do not run on cpu" in found.failures[0]
-    with pytest.raises(HeadsMismatch, match="do not run on cpu"):
+    assert "do not run on the CPU" in found.failures[0]
+    with pytest.raises(HeadsMismatch, match="do not run on the CPU"):
         made("auto", "heads")

@@ -1,10 +1,9 @@
-"""A recurrent head on a CPU. Knows numbers and one row of taps; no sequence and no `DraftTree`."""
+"""Heads that read one row, on a CPU. Knows numbers and taps; no sequence and no `DraftTree`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from chatkv.errors import HeadsMismatch
 from chatkv.models.decoder import Decoder
 from chatkv.models.logits import KeptRow
 from chatkv.models.model import Model
@@ -20,7 +19,7 @@ from chatkv.spec.heads.cpu_parts import (
     numbers,
 )
 from chatkv.spec.heads.file import HeadFile
-from chatkv.spec.heads.modules import EagleHead, RecurrentHead
+from chatkv.spec.heads.modules import EagleHead, ParallelHead, RecurrentHead
 
 
 class CpuGrower(CpuGuesses):
@@ -69,16 +68,50 @@ class CpuGrower(CpuGuesses):
         )
 
 
-def grower_of(file: HeadFile, model: Model) -> CpuGrower | CpuEagle:
-    """The head of a file on its target. Raises HeadsMismatch for one that does not run here."""
-    if isinstance(model, Decoder):
-        if isinstance(file.head, RecurrentHead):
-            expect_packable(file.head)
-            return CpuGrower(file, model)
-        if isinstance(file.head, EagleHead):
-            expect_packable(file.head)
-            return CpuEagle(file, model)
-    raise HeadsMismatch(
-        f"Heads of kind {file.head.shape.kind} do not run on {model.device}.",
-        hint="Recurrent and eagle ones do.",
-    )
+class CpuFan(CpuGuesses):
+    """Guesses of a parallel head: the state of a depth is the same behind all of its tokens."""
+
+    def __init__(
+        self, file: HeadFile, model: Decoder, *, depth: int = 3, children: int = 4
+    ) -> None:
+        super().__init__(file, model, min(depth, file.head.shape.depth), children)
+        head = file.head
+        assert isinstance(head, ParallelHead), "grower_of looks before"
+        self._fuse = Product(numbers(head.fuse))
+        self._blocks = [Product(block) for block in numbers(head.blocks)[: self.depth]]
+
+    def grow(
+        self,
+        taps: KeptRow,
+        root: int,
+        position: int,
+        *,
+        temperature: float,
+        seed: int,
+        max_rows: int,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """As `CpuGrower.grow`."""
+        threads = self.model.threads
+        norm_taps(np.asarray(taps), self.eps, self._fuse.x[0])
+        features = self._fuse(threads)
+
+        def advance(token: int, step: int) -> Floats:
+            block = self._blocks[step]  # a depth that nobody comes to is not computed
+            block.x[0] = features
+            wide = block(threads)
+            half = np.float32(0.5) * wide
+            return features + half * (1 + np.tanh(half))  # silu, and no overflow on the way
+
+        return self.tree(
+            advance, root, position, temperature=temperature, seed=seed, max_rows=max_rows
+        )
+
+
+GROWERS = {RecurrentHead: CpuGrower, ParallelHead: CpuFan, EagleHead: CpuEagle}
+
+
+def grower_of(file: HeadFile, model: Model) -> CpuGrower | CpuFan | CpuEagle:
+    """The head of a file on its target. Raises HeadsMismatch for one that cannot be packed."""
+    assert isinstance(model, Decoder), f"{model.device} is the CPU"
+    expect_packable(file.head)
+    return GROWERS[type(file.head)](file, model)
