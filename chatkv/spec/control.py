@@ -403,7 +403,7 @@ class Controller:
         if plan.kind == "probe":
             self.unseen.clear()
         if plan.is_probe:
-            self._idle.reset()
+            self._idle.won()
         else:
             self._idle.leave()
 

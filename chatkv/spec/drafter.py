@@ -89,6 +89,14 @@ class Reader(Drafter, Protocol):
         waits; asked for again once they are read."""
         ...
 
+    def pass_by(self, seq_id: int, *, soon: bool) -> None:
+        """A step runs that it was not asked for. Rows that are still held then are copied.
+
+        Args:
+            soon: Whether it may be asked for one of the next steps.
+        """
+        ...
+
     def clear(self) -> None:
         """Let go of what is kept of sequences that were dropped."""
         ...
@@ -193,6 +201,11 @@ class GuardedDrafters:
         if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
             return self._try(reader, [seq_id], lambda: reader.owed(seq_id, start, stop))
         return None
+
+    def pass_by(self, seq_id: int, *, soon: bool) -> None:
+        """A step runs for which the drafter that reads layers was not asked."""
+        if (reader := self.reader) is not None and not self.is_off(reader.name, seq_id):
+            self._try(reader, [seq_id], lambda: reader.pass_by(seq_id, soon=soon))
 
     def clear(self) -> None:
         """Let go of what the drafter that reads layers keeps of dropped sequences."""

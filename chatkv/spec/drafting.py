@@ -132,6 +132,7 @@ class Drafting:
             has_begun=begun,
         )
         if not plan.asks:
+            self._pass_by(seqs)
             return self.controller.prune([DraftTree.root(seq.tokens[-1]) for seq in seqs], plan)
         contexts = [DraftContext(seq.id, TokenView(seq.tokens), seq.sampler) for seq in seqs]
         rows = [plan.rows[seq.id] for seq in seqs]
@@ -144,12 +145,20 @@ class Drafting:
             self.controller.waits,
         )
         plan.asked = self.drafters.asked
+        self._pass_by(seqs)
         if begun and isinstance(tree := trees[0], GrownTree) and tree.runs_beside:
             tree.runs_beside, self._holds = False, True
         return [
             _cut(tree, seq)
             for tree, seq in zip(self.controller.prune(trees, plan), seqs, strict=True)
         ]
+
+    def _pass_by(self, seqs: Seq[Sequence]) -> None:
+        """Tell the drafter that reads layers that its rows are not needed for this step."""
+        reader, plan = self.drafters.reader, self._plan
+        if reader is not None and plan is not None and reader.name not in plan.asked:
+            for seq in seqs:
+                self.drafters.pass_by(seq.id, soon=plan.kind not in ("plain", "cheap"))
 
     def spare(self, seq: Sequence, tree: Proposal) -> int:
         """Rows that a step of this tree may keep, if the next step may begin behind it; else 0.

@@ -74,6 +74,12 @@ class PlainState:
         """A step was drafted because that is worth it."""
         self._streak = self._waited = 0
 
+    def won(self) -> None:
+        """A probe was worth it. One in a row of many that were not says little: should the plain
+        state come again soon, its probes do not begin from the shortest wait."""
+        self._streak = self._waited = 0
+        self._interval = max(self._interval // 2, FIRST_PROBE)
+
     def lost(self, ms: float) -> None:
         """A probe was not worth it: the next one comes later."""
         self._lost_ms += ms

@@ -310,6 +310,54 @@ def test_an_eagle_tree_does_not_depend_on_how_its_rows_came():
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+def test_rows_of_plain_steps_computed_together_give_the_trees_of_those_that_were_copied(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(heads_drafter, "KINDS", ("eagle",))
+    config = EngineConfig(spec="tree:15", drafters=("heads",), context_limit=1024, pool_tokens=2048)
+    settle, found = GrownTree.settle, []
+    for again in (False, True):
+        engine = Engine(model(), config, costs={1: 1.0}, guard=False)
+        (drafter,) = engine.drafting.drafters.drafters
+        assert isinstance(drafter, EagleDrafter)
+        monkeypatch.setattr(drafter.grower, "reads_again", again)
+        params = SamplingParams(temperature=0.7, seed=4, max_tokens=80)
+        seq = begun(engine, PROMPTS[0], params)
+        engine.drafting.set_mode("none")
+        for _ in range(30):
+            engine.step([seq])
+        kept = [start for start, _ in drafter.held[seq.id].waiting if start >= seq.prompt_tokens]
+        assert len(kept) == (1 if again else 30)
+        engine.drafting.set_mode("tree:15")
+        seen: list[GrownTree] = []
+        trees: list[tuple[list[int], list[int]]] = []
+        propose = engine.drafting.propose
+
+        def watched(tree, seen=seen, trees=trees):
+            got = settle(tree)
+            if not any(tree is one for one in seen):
+                seen.append(tree)
+                trees.append((got.tokens.tolist(), got.parents.tolist()))
+            return got
+
+        def proposed(seqs, propose=propose, trees=trees):
+            (tree,) = propose(seqs)
+            if isinstance(tree, DraftTree):
+                trees.append((tree.tokens.tolist(), tree.parents.tolist()))
+            return [tree]
+
+        monkeypatch.setattr(GrownTree, "settle", watched)
+        monkeypatch.setattr(engine.drafting, "propose", proposed)
+        while not seq.finished:
+            engine.step([seq])
+        assert not engine.drafting.drafters.failures
+        found.append((seq.tokens, trees))
+        engine.finish(seq)
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 10
+    assert max(len(tokens) for tokens, _ in found[0][1]) == 16
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_trees_begun_behind_a_step_are_those_grown_from_the_rows_it_kept(
     temperature: float, monkeypatch: pytest.MonkeyPatch

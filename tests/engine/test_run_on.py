@@ -72,6 +72,7 @@ class Copier:
     def ahead(self, seq_id: int) -> Callable[[], None]:
         return lambda: self._ahead.begin(seq_id, lambda: None)
 
+    def pass_by(self, seq_id: int, *, soon: bool) -> None: ...
     def clear(self) -> None: ...
 
     def begun(self, seq_id: int) -> Any:

@@ -351,6 +351,48 @@ def watch_owed(on: Engine) -> list[tuple[int, int]]:
     return asked
 
 
+def test_rows_of_plain_steps_are_computed_together_where_they_can_be_had_again(
+    decoder, file, monkeypatch
+):
+    """On a device one that is held while a step runs would have to be copied."""
+    found: list[tuple[list[Any], list[tuple[int, int]]]] = []
+    for again in (False, True):
+        monkeypatch.setattr(CpuEagle, "reads_again", again)
+        on = engine(decoder)
+        on.drafting.set_mode("none")
+        owed, trees, held = watch_owed(on), list[Any](), list[int]()
+        seq = on.add(some_ids(30), [False] * 30, SamplingParams(temperature=0, max_tokens=30))
+        for _ in on.prefill(seq):
+            pass
+        step = decoder.step
+
+        def watched(*args: Any, step=step, on=on, held=held) -> Any:
+            (own,) = drafter_of(on).held.values()
+            held.append(sum(start >= 30 for start, _ in own.waiting))
+            return step(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "step", watched)
+            for _ in range(9):
+                on.step([seq])
+        assert held == ([0] * 9 if again else list(range(9)))
+        on.drafting.set_mode("tree:5")
+        real = on.drafting.propose
+
+        def proposed(seqs, real=real, trees=trees):
+            trees.append(real(seqs))
+            return trees[-1]
+
+        monkeypatch.setattr(on.drafting, "propose", proposed)
+        while not seq.finished:
+            on.step([seq])
+        assert not on.drafting.drafters.failures
+        found.append(([tree.tokens.tolist() for (tree,) in trees], owed))
+    assert found[0][0] == found[1][0]
+    assert max(map(len, found[0][0])) > 2
+    assert (found[0][1], found[1][1]) == ([], [(30, 38)])
+
+
 def test_a_cpu_computes_no_row_again_and_guesses_from_those_it_is_shown(decoder, file, tmp_path):
     store = SqlitePageStore(tmp_path / "kv.db", decoder.identity(16), limit_bytes=1 << 30)
     first = engine(decoder, store=store)
@@ -375,7 +417,7 @@ def test_a_cpu_computes_no_row_again_and_guesses_from_those_it_is_shown(decoder,
 def test_rows_that_nobody_asked_for_are_not_owed_in_the_next_turn(
     decoder, file, monkeypatch, length
 ):
-    monkeypatch.setattr(CpuEagle, "reads_again", True)
+    """On a CPU, where a row that is held is a copy already."""
     monkeypatch.setattr(cpu_eagle, "WINDOW", 24)
     on, owed = engine(decoder), None
     tokens, sampled = some_ids(40), [False] * 40

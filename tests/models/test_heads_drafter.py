@@ -143,6 +143,32 @@ def test_drafted_is_plain(decoder, temperature, kind, tmp_path, monkeypatch):
     assert not drafter._read
 
 
+@pytest.mark.parametrize("spec", ["none", "auto", "tree:5"])
+def test_no_row_is_held_while_a_step_runs(decoder, spec, tmp_path, monkeypatch):
+    """Where steps leave their rows on a device, one that is held has to be copied."""
+    monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
+    save(tmp_path / "heads.safetensors", head_file(decoder))
+    config = EngineConfig(spec=spec, drafters=("heads",))
+    engine = Engine(decoder, config, costs=COSTS, guard=False)
+    drafter: Any = engine.drafting.drafters.drafters[0]
+    seq = engine.add([1, 2, 3], [False] * 3, SamplingParams(temperature=0, max_tokens=40))
+    for _ in engine.prefill(seq):
+        pass
+    held: list[int] = []
+    step = decoder.step
+
+    def watched(*args: Any) -> Any:
+        held.append(len(drafter._read))
+        return step(*args)
+
+    monkeypatch.setattr(decoder, "step", watched)
+    while not seq.finished:
+        engine.step([seq])
+    assert sum(held) == 0
+    assert len(held) > 3
+    assert (sum(engine.drafting.controller.stats.offered.values()) > 0) == (spec != "none")
+
+
 def test_heads_of_another_quantisation_are_named_with_both_values(decoder, tmp_path, monkeypatch):
     monkeypatch.setattr(heads_drafter, "WEIGHTS", tmp_path)
     file = head_file(decoder)

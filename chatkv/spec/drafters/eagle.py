@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 AT_ONCE = 8
 """Rows that are stored as part of a guess."""
 REMEMBERED = 8
-"""Sequences that ended and are still known, rows that nobody asked for too: a chat's next turn goes
-on from one of them."""
+"""Sequences that ended and are still known: a chat's next turn goes on from one of them."""
 IN_IDLE_TIME = 8
 """Rows that are read at once while nobody waits: a request that comes then waits for them."""
 
@@ -81,6 +80,8 @@ class Held:
     """All ids of the sequence, read only; it may still grow."""
     waiting: list[tuple[int, Features]] = field(default_factory=list[tuple[int, Features]])
     """Rows that were read and are not stored yet, by their first place."""
+    followed: int = 0
+    """The place from which on rows are those of steps."""
     asked: bool = False
     """Whether rows that are missing have been asked for."""
 
@@ -152,7 +153,7 @@ class EagleDrafter:
         known = min(known, found.stop)
         own.stop = known if known > own.first else 0
         own.first = own.first if own.stop else 0
-        own.ids, own.asked = tokens, False
+        own.ids, own.asked, own.followed = tokens, False, len(tokens) - 1
 
     def read(self, seq_id: int, start: int, features: Features) -> None:
         """Keep rows until a guess is asked for."""
@@ -214,6 +215,16 @@ class EagleDrafter:
             held.first = held.stop = stop
         start = max(start, held.stop - self.grower.window)
         return (max(start, held.first - IN_IDLE_TIME), held.first) if start < held.first else None
+
+    def pass_by(self, seq_id: int, *, soon: bool) -> None:
+        """Where rows can be had again, those of plain steps are not copied one by one: they are
+        computed together when a guess is wanted."""
+        held = self.held.get(seq_id)
+        if soon or held is None or not held.waiting or not self.grower.reads_again:
+            return
+        if held.waiting[-1][0] >= held.followed:
+            del held.waiting[-1]
+            held.asked = False
 
     def clear(self) -> None:
         """Forget the sequences that ended."""

@@ -98,6 +98,10 @@ class HeadsDrafter:
     def owed(self, seq_id: int, start: int, stop: int) -> tuple[int, int] | None:
         """Never anything."""
 
+    def pass_by(self, seq_id: int, *, soon: bool) -> None:
+        """The next step brings newer rows."""
+        self._read.pop(seq_id, None)
+
     def clear(self) -> None:
         """Nothing is kept of a sequence that ended."""
 
@@ -140,7 +144,7 @@ class HeadsDrafter:
 
     def _tree(self, context: DraftContext, max_rows: int) -> DraftTree:
         root = int(context.tokens[-1])
-        stop, features = self._read.get(context.seq_id, (-1, ()))
+        stop, features = self._read.pop(context.seq_id, (-1, ()))
         if stop != len(context.tokens) - 1 or max_rows < 2:
             return DraftTree.root(root)
         params = context.sampler.params
