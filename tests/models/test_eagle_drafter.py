@@ -104,7 +104,7 @@ def check(held: Held, tokens: list[int]) -> None:
         assert start == at
         at += len(features)
     assert at == len(tokens) - 1
-    assert held.ids is tokens
+    assert list(held.ids) == tokens
 
 
 @pytest.mark.parametrize("rows", [6, 40])

@@ -99,19 +99,19 @@ class CpuFan(CpuGuesses):
             block = self._blocks[step]  # a depth that nobody comes to is not computed
             block.x[0] = features
             wide = block(threads)
-            half = np.float32(0.5) * wide
-            return features + half * (1 + np.tanh(half))  # silu, and no overflow on the way
+            half: Floats = np.float32(0.5) * wide
+            up: Floats = half * np.tanh(half)
+            return features + half + up  # silu(wide), and no overflow on the way
 
         return self.tree(
             advance, root, position, temperature=temperature, seed=seed, max_rows=max_rows
         )
 
 
-GROWERS = {RecurrentHead: CpuGrower, ParallelHead: CpuFan, EagleHead: CpuEagle}
-
-
 def grower_of(file: HeadFile, model: Model) -> CpuGrower | CpuFan | CpuEagle:
     """The head of a file on its target. Raises HeadsMismatch for one that cannot be packed."""
     assert isinstance(model, Decoder), f"{model.device} is the CPU"
     expect_packable(file.head)
-    return GROWERS[type(file.head)](file, model)
+    if isinstance(file.head, EagleHead):
+        return CpuEagle(file, model)
+    return (CpuGrower if isinstance(file.head, RecurrentHead) else CpuFan)(file, model)
