@@ -1,4 +1,5 @@
-"""What loading a model says: the words, and on stderr for commands without a screen."""
+"""What loading a model, and reading a long prompt, says: the words, and on stderr for commands
+without a screen."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from chatkv.errors import plural
 from sessions.port import EnginePort, EngineState
 from tui import output
 from tui.command import Globals
@@ -34,7 +36,8 @@ def progress_words(state: EngineState) -> str:
 
 
 def show_loading(engine: EnginePort, found: Globals, *, always: bool = False) -> None:
-    """Say each stage of the loading that takes longer than a second, on a terminal."""
+    """Say each stage of the loading that takes longer than a second, and that a prompt takes it, on
+    a terminal."""
     if not found.quiet and (always or output.is_terminal(sys.stderr)):
         engine.watch(Loading(output.note, patience_s=0.0 if always else PATIENCE_S))
 
@@ -54,14 +57,18 @@ class Loading:
         self._stage = self._slow = _later(0.0, str, "")
 
     def __call__(self, state: EngineState) -> None:
-        if state.phase not in LOADING:
-            self._stage.cancel()
+        loads = state.phase in LOADING
+        if not loads:
             self._slow.cancel()
+        if not (loads or (state.phase == "prefill" and state.total)):
+            self._stage.cancel()
+            self._said.clear()
             return
-        text = f"{stage_words(state)} ..."
+        words = stage_words(state) if loads else f"reading {plural(state.total, 'token')}"
+        text = f"{words} ..."
         if text in self._said:
             return
-        if not self._said:
+        if loads and not self._said:
             self._slow = _later(self._slow_s, self._say, SLOW)
             self._slow.start()
         self._said.add(text)

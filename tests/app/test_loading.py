@@ -40,6 +40,21 @@ def test_loading_that_takes_long_says_why_and_what_is_ready_soon_says_nothing():
     assert said.empty()
 
 
+def test_a_prompt_that_takes_long_to_read_is_said_once_each_time():
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    engine = FakeEngine()
+    engine.watch(Loading(said.put, patience_s=0.0, slow_s=3600))
+    for _ in range(2):
+        engine.move("prefill")
+        for done in (0, 512, 1024):
+            engine.move("prefill", done=done, total=5353)
+            if not done:
+                assert said.get(timeout=PATIENCE_S) == "reading 5,353 tokens ..."
+        engine.move("generating")
+        engine.become_ready()
+    assert said.empty()
+
+
 def test_progress_is_told_in_what_is_counted():
     assert stage_words(EngineState("absent")) == "starting the engine"
     assert stage_words(EngineState("loading")) == "loading the model"
