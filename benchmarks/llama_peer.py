@@ -1,6 +1,7 @@
 """llama.cpp as a peer: loads a GGUF and answers timed calls, one JSON line each way.
 
-Run by `benchmarks.decode` under the Python that has llama-cpp-python; needs nothing of chatkv.
+Run by `benchmarks.decode` and `benchmarks.drafting` under the Python that has llama-cpp-python;
+needs nothing of chatkv.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+
+BATCH = 512
+"""Tokens of a prompt that llama.cpp is given at once."""
 
 
 def serve(player: Any) -> None:
@@ -40,7 +44,7 @@ class LlamaCpp:
         self.llama = llama_cpp.Llama(
             model_path=path,
             n_ctx=context,
-            n_batch=512,
+            n_batch=BATCH,
             n_threads=threads,
             n_threads_batch=threads,
             verbose=False,
@@ -54,7 +58,8 @@ class LlamaCpp:
     def prefill(self, ids: list[int]) -> float:
         self.length = 0
         begun = perf_counter()
-        self.next = int(self._run(ids)[-1].argmax())
+        for start in range(0, len(ids), BATCH):
+            self.next = int(self._run(ids[start : start + BATCH])[-1].argmax())
         return 1000 * (perf_counter() - begun)
 
     def decode(self, count: int) -> list[float]:

@@ -44,6 +44,7 @@ SHARED = (
     "models/layers.py",
     "models/linear.py",
     "models/packing.py",
+    "sampling_cpu.py",
 )
 
 # Any: their stubs describe the functions that make code, not the functions that are made.

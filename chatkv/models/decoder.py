@@ -153,6 +153,11 @@ class Decoder:
         """(first, rows) of the prompt chunk that holds the given id `offset` ids into its run."""
         return offset // self.chunk_tokens * self.chunk_tokens, self.chunk_tokens
 
+    @property
+    def embedding(self) -> tuple[np.ndarray, np.ndarray]:
+        """The packed weights, and what `layers.embed_row` takes of the embedding's matrix."""
+        return self._weights.data, self._vocabulary
+
     def vocabulary_rows(
         self, ids: npt.NDArray[np.int64], *, of_head: bool
     ) -> npt.NDArray[np.float32]:

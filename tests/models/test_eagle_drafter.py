@@ -111,7 +111,8 @@ def check(held: Held, tokens: list[int]) -> None:
 @pytest.mark.parametrize(("temperature", "source"), [(0.0, "chatkv"), (0.8, "eagle3")])
 def test_a_tree_is_that_of_the_modules(decoder, file, monkeypatch, rows, temperature, source):
     """Packed products lose what Q8_0 loses. What lies behind the window is not seen."""
-    monkeypatch.setattr(cpu_parts, "GUESSES", "q8")
+    monkeypatch.setattr(cpu_parts, "CODES", "q8")
+    monkeypatch.setattr(cpu_parts, "LEAST_CHANCE", 0.2)
     monkeypatch.setattr(cpu_eagle, "WINDOW", 32)
     if source == "eagle3":  # imported: taps as they are, rows of its own, another residual
         torch.manual_seed(1)

@@ -49,7 +49,7 @@ def head_file(decoder: Decoder, kind: Any = "recurrent", draft_ids: int = DRAFT_
 @pytest.mark.parametrize("kind", ["recurrent", "parallel"])
 def test_a_tree_is_that_of_the_modules(decoder, monkeypatch, kind):
     """The packed products lose what Q8_0 loses, so chances are close and the order is kept."""
-    monkeypatch.setattr(cpu_parts, "GUESSES", "q8")
+    monkeypatch.setattr(cpu_parts, "CODES", "q8")
     file = head_file(decoder, kind)
     grower = (CpuGrower if kind == "recurrent" else CpuFan)(file, decoder, depth=2, children=3)
     taps = np.random.default_rng(0).standard_normal((3, decoder.spec.hidden_size))
@@ -80,7 +80,7 @@ def test_a_tree_is_that_of_the_modules(decoder, monkeypatch, kind):
 
 def test_a_parallel_head_guesses_each_depth_as_its_modules_do(decoder, monkeypatch):
     """The guesses of a depth are the same behind all of the depth before."""
-    monkeypatch.setattr(cpu_parts, "GUESSES", "q8")
+    monkeypatch.setattr(cpu_parts, "CODES", "q8")
     monkeypatch.setattr(cpu_parts, "LEAST_CHANCE", 0.0)
     file = head_file(decoder, "parallel")
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_guesses_in_four_bits_are_near_those_in_eight(decoder, monkeypatch):
     taps: Any = np.random.default_rng(0).standard_normal((40, 3, decoder.spec.hidden_size))
     found: list[list[Any]] = []
     for kind in ("q8", "q4"):
-        monkeypatch.setattr(cpu_parts, "GUESSES", kind)
+        monkeypatch.setattr(cpu_parts, "CODES", kind)
         grower = CpuGrower(head_file(decoder), decoder, depth=1, children=4)
         found.append([])
         for row in taps.astype(np.float32):

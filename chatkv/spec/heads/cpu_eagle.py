@@ -15,6 +15,7 @@ from chatkv.models.decoder import Decoder
 from chatkv.models.layers import rotary_tables
 from chatkv.models.logits import Features
 from chatkv.spec.heads import cpu_kernels as kernels
+from chatkv.spec.heads import cpu_parts
 from chatkv.spec.heads.cpu_parts import (
     CpuGuesses,
     Floats,
@@ -63,13 +64,15 @@ class CpuEagle(CpuGuesses):
         self.window = WINDOW
         self._shape = shape = head.shape
         split = shape.num_heads * shape.head_dim
-        qkv = numbers(head.qkv)
+        qkv, codes = numbers(head.qkv), cpu_parts.CODES
         self._fuse = Product(numbers(head.fuse), ROWS)
-        self._kv = Product(qkv[split:], ROWS)
-        self._q = Product(qkv[:split])
-        self._o = Product(numbers(head.o))
-        self._gates = Product(interleaved(head.gate, head.up))
-        self._down = Product(numbers(head.down))
+        self._kv = Product(qkv[split:], ROWS, kind=codes)
+        self._q = Product(qkv[:split], kind=codes)
+        self._o = Product(numbers(head.o), kind=codes)
+        self._gates = Product(interleaved(head.gate, head.up), kind=codes)
+        self._down = Product(numbers(head.down), kind=codes)
+        parts = (self._q, self._kv, self._o, self._gates, self._down)
+        self._products = tuple(part.arrays for part in parts)
         self._norms = np.ones((4, shape.hidden), np.float32)
         for norm, weight in zip(
             self._norms, (head.token_norm, head.state_norm, head.feed_norm), strict=False
@@ -123,30 +126,17 @@ class CpuEagle(CpuGuesses):
         Args:
             rows: [first, stop) of the rows that are stored; the last one chose the root.
         """
-        shape, threads, (first, stop) = self._shape, self.model.threads, rows
-        state, norms, eps = memory.state.copy(), self._norms, self.eps
-        pair = self._q.x[0]
+        model, (first, stop) = self.model, rows
+        state = memory.state.copy()
 
         def advance(token: int, step: int) -> Floats:
             cos, sin = (table[0] for table in self._turns(stop - 1 + step, stop + step))
-            kernels.norm_pair(self.embedded([token])[0], norms[0], state, norms[1], eps, pair)
-            q = self._q(threads).reshape(shape.num_heads, shape.head_dim)
-            kernels.rotate(q, cos, sin)
-            if step:  # the root's own key and value are stored
-                self._kv.x[0] = pair
-                both = self._kv(threads).reshape(2, shape.num_kv_heads, shape.head_dim)
-                kernels.rotate(both[0], cos, sin)
-                self._own_keys[step - 1], self._own_values[step - 1] = both
-            kernels.look(
-                q, memory.keys, memory.values, first, stop, self._own_keys, self._own_values,
-                step, self._steps, self._lines, self._o.x[0],
+            kernels.advance(
+                token, *model.embedding, state, self._shape.norms_residual,
+                self._norms, self.eps, cos, sin, self._products, model.threads, memory.keys,
+                memory.values, first, stop, self._own_keys, self._own_values, step, self._steps,
+                self._lines,
             )  # fmt: skip
-            if shape.norms_residual:
-                state[:] = pair[shape.hidden :]
-            np.add(state, self._o(threads), out=state)
-            kernels.norm(state, norms[2], eps, self._gates.x[0])
-            kernels.gate(self._gates(threads), self._down.x[0])
-            np.add(state, self._down(threads), out=state)
             return state
 
         return self.tree(

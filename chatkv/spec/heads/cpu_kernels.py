@@ -12,10 +12,13 @@ from numba import types
 
 from chatkv.attention.cpu_math import LANES, TILE, exp2, soften, weigh
 from chatkv.attention.jit import njit, prange
-from chatkv.models.layers import gate_row, norm_row, quantise_row
+from chatkv.models.layers import embed_row, gate_row, norm_row, quantise_row
 from chatkv.models.linear import share_rows
+from chatkv.sampling_cpu import noise_into
 
 LOG2E = np.float32(math.log2(math.e))
+MANY = 4096
+"""Outputs from which several threads share a product."""
 _PRODUCT = types.Tuple(
     [
         types.uint8[::1],
@@ -46,6 +49,15 @@ def project_alone(product, rows):
     for r in range(rows):
         quantise_row(x[r], codes[r], scales[r])
     share_rows(weights, matrix, 0, 1, codes, scales, rows, out, 0)
+
+
+@njit(types.void(_PRODUCT, types.int64))
+def project_one(product, workers):
+    """The first row; by several threads where there are outputs enough for that."""
+    if workers > 1 and product[5].shape[1] >= MANY:
+        project(product, workers, 1)
+    else:
+        project_alone(product, 1)
 
 
 @njit("void(float32[::1], float32[::1], float32, float32[::1])")
@@ -225,3 +237,84 @@ def best_of(scores, count, ids, best, shares):
         shares[place] = exp2((scores[at] - first) * LOG2E) / total
         scores[at] = -np.inf
     return found
+
+
+@njit(
+    types.void(
+        types.int64, types.uint8[::1], types.int64[::1], types.float32[::1], types.boolean,
+        types.float32[:, ::1], types.float32, types.float32[::1], types.float32[::1],
+        types.UniTuple(_PRODUCT, 5), types.int64, types.float32[:, :, ::1],
+        types.float32[:, :, ::1], types.int64, types.int64, types.float32[:, :, ::1],
+        types.float32[:, :, ::1], types.int64, types.UniTuple(types.int64[::1], 2),
+        types.float32[:, ::1],
+    )
+)  # fmt: skip
+def advance(
+    token, weights, vocabulary, state, norms_residual, norms, eps, cos, sin, products, workers,
+    keys, values, first, stop, own_keys, own_values, own, steps, room,
+):  # fmt: skip
+    """An eagle head's layer for one token, `own` guesses below the root: [H] state, in place.
+
+    Args:
+        weights, vocabulary: The target's, and the matrix of its embedding.
+        norms_residual: Whether the residual is the normed state.
+        norms: [4, H]: of ids, of states, before the feed-forward part.
+        cos, sin: [D / 2] of the token's place.
+        products: Queries; keys and values; output; gates and ups; down.
+        keys, values, first, stop, own_keys, own_values, steps, room: As in `look`. The own key and
+            value of a guess are kept behind those above it.
+    """
+    query, both, output, gates, down = products
+    hidden, pair = len(state), query[2][0]
+    embed_row(weights, vocabulary, token, pair[:hidden])
+    norm_row(pair[:hidden], norms[0], eps, pair[:hidden])
+    norm_row(state, norms[1], eps, pair[hidden:])
+    project_one(query, workers)
+    q = query[5][0].reshape(-1, keys.shape[1])
+    rotate(q, cos, sin)
+    if own:  # the root's own key and value are stored
+        both[2][0] = pair
+        project_one(both, workers)
+        kv = both[5][0].reshape(2, keys.shape[0], keys.shape[1])
+        rotate(kv[0], cos, sin)
+        own_keys[own - 1], own_values[own - 1] = kv[0], kv[1]
+    look(q, keys, values, first, stop, own_keys, own_values, own, steps, room, output[2][0])
+    if norms_residual:
+        state[:] = pair[hidden:]
+    project_one(output, workers)
+    state += output[5][0]
+    norm_row(state, norms[2], eps, gates[2][0])
+    project_one(gates, workers)
+    gate_row(gates[5][0], down[2][0])
+    project_one(down, workers)
+    state += down[5][0]
+
+
+@njit(
+    types.int64(
+        types.float32[::1], types.float32[::1], types.float32, _PRODUCT, types.int64,
+        types.int64[::1], types.float32, types.float32, types.int64, types.int64, types.int64[::1],
+        types.float32[:, ::1], types.int64[::1], types.float32[::1],
+    )
+)  # fmt: skip
+def guess(
+    state, gamma, eps, product, workers, ids, far, sharpness, position, seed, near, room, best,
+    shares,
+):  # fmt: skip
+    """The best guesses behind a state, as `best_of`; how many.
+
+    Args:
+        gamma: [H] of the norm before the rows that guess, `product`, whose ids are `ids`.
+        far: Logits so far below the best one get no noise.
+        sharpness: 1 / temperature; 0 is greedy.
+        near, room: [D] and [2, D], written.
+    """
+    norm_row(state, gamma, eps, product[2][0])
+    project_one(product, workers)
+    scores, noise = room[0], room[1]
+    count = not_far(product[5][0], ids, far, near, scores)
+    if sharpness > 0:
+        noise_into(near, count, position, seed, noise)
+        for i in range(count):
+            scores[i] = scores[i] * sharpness + noise[i]
+    return best_of(scores, count, near, best, shares)

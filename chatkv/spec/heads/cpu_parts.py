@@ -18,7 +18,6 @@ from chatkv.models.decoder import Decoder
 from chatkv.models.linear import describe
 from chatkv.models.packing import pack
 from chatkv.models.weights import Matrix
-from chatkv.sampling_cpu import noise_into
 from chatkv.spec.heads import cpu_kernels as kernels
 from chatkv.spec.heads.file import HeadFile
 from chatkv.spec.heads.modules import Head
@@ -27,12 +26,12 @@ Floats = npt.NDArray[np.float32]
 FAR = 9.0
 """Guesses whose logit over the temperature is so far below the best one get no noise: each of them
 wins less than once in eight thousand times."""
-GUESSES: Literal["q8", "q4"] = "q4"
-"""Codes of the rows that guess: most of the bytes of a depth, and in four bits as often right."""
-MANY = 4096
-"""Outputs from which several threads share a product."""
-LEAST_CHANCE = 0.2
-"""A path less likely than this gets no children: the next depth costs a tenth of a step."""
+CODES: Literal["q8", "q4"] = "q4"
+"""Codes of the rows that guess, and of an eagle head's layer: a depth takes as long as its bytes do
+from memory, and in four bits guesses are as often right."""
+LEAST_CHANCE = 0.5
+"""A path less likely than this gets no children: the next depth costs a twentieth of a step or
+more, and what comes behind the path's siblings is lost in any case."""
 
 
 class Product:
@@ -66,10 +65,7 @@ class Product:
 
     def __call__(self, threads: int) -> Floats:
         """[N] of the first row, good until the next call; `out` has all of them."""
-        if self.out.shape[1] < MANY:
-            kernels.project_alone(self.arrays, 1)
-        else:
-            kernels.project(self.arrays, threads, 1)
+        kernels.project_one(self.arrays, threads)
         return self.out[0]
 
 
@@ -95,7 +91,7 @@ class CpuGuesses:
         # The most frequent ones come first, where the rows are the target's.
         self._ids = file.draft_ids.numpy().astype(np.int64)[: MOST_IDS if own is None else None]
         rows = model.vocabulary_rows(self._ids, of_head=True) if own is None else numbers(own)
-        self._guess = Product(rows, kind=GUESSES)
+        self._guess = Product(rows, kind=CODES)
         self.eps = np.float32(file.head.shape.eps)
         self._gamma = numbers(file.head.gamma)
         self._near = np.zeros(len(self._ids), np.int64)
@@ -129,10 +125,8 @@ class CpuGuesses:
             if chance[row] < LEAST_CHANCE:
                 break
             state = advance(tokens[row], step)
-            kernels.norm(state, self._gamma, self.eps, self._guess.x[0])
-            logits = self._guess(self.model.threads)
             parent, best = row, 0.0
-            for token, share in self._likely(logits, position + step, temperature, seed):
+            for token, share in self._likely(state, position + step, temperature, seed):
                 if len(tokens) == max_rows:
                     break
                 if share > best:
@@ -145,16 +139,16 @@ class CpuGuesses:
         return tokens, parents, chance
 
     def _likely(
-        self, logits: Floats, position: int, temperature: float, seed: int
+        self, state: Floats, position: int, temperature: float, seed: int
     ) -> list[tuple[int, float]]:
-        """The best guesses of one row, and their shares by score."""
+        """The best guesses behind a state, and their shares by score."""
         heat = temperature if temperature > 0 else 1.0
-        scores, noise = self._room
-        count = kernels.not_far(logits, self._ids, FAR * heat, self._near, scores)
-        if temperature > 0:
-            noise_into(self._near, count, position, seed, noise)
-            scores[:count] = scores[:count] * np.float32(1 / heat) + noise[:count]
-        count = kernels.best_of(scores, count, self._near, self._best, self._shares)
+        sharpness = np.float32(1 / heat if temperature > 0 else 0.0)
+        count = kernels.guess(
+            state, self._gamma, self.eps, self._guess.arrays, self.model.threads, self._ids,
+            np.float32(FAR * heat), sharpness, position, seed, self._near, self._room, self._best,
+            self._shares,
+        )  # fmt: skip
         return list(zip(self._best[:count].tolist(), self._shares[:count].tolist(), strict=True))
 
 
