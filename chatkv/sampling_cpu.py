@@ -111,25 +111,34 @@ def noise_into(tokens, count, position, seed, out):
         out[i] = _noise(np.uint64(tokens[i]), where, key0, key1)
 
 
+@njit(inline="always")
+def _ordered(bits):
+    """int32 bits of a float as an integer that is ordered like the floats; and back again."""
+    return np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
 @njit("boolean(float32[::1], float32[::1])")
 def block_maxima(logits, maxima):
     """Largest logit of each block. False if a logit is NaN.
 
-    Compares integers that are ordered like the floats: only those are vectorised.
+    Compares integers: only those are vectorised, and well where a block's length is a constant.
     """
     bits = logits.view(np.int32)
     size = len(bits)
     worst = np.int32(0)
     for block in range(len(maxima)):
-        stop = min(size, (block + 1) * BLOCK)
-        best = np.int32(-0x80000000)
-        for i in range(block * BLOCK, stop):
-            x = bits[i]
-            key = np.int32(x ^ np.int32((x >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-            best = max(best, key)
-            worst = max(worst, np.int32(x & np.int32(0x7FFFFFFF)))
-        x = np.int32(best ^ np.int32((best >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-        maxima[block] = bits_to_float32(x)
+        start, best = block * BLOCK, np.int32(-0x80000000)
+        if start + BLOCK <= size:
+            for i in range(BLOCK):
+                x = bits[start + i]
+                best = max(best, _ordered(x))
+                worst = max(worst, np.int32(x & np.int32(0x7FFFFFFF)))
+        else:
+            for i in range(start, size):
+                x = bits[i]
+                best = max(best, _ordered(x))
+                worst = max(worst, np.int32(x & np.int32(0x7FFFFFFF)))
+        maxima[block] = bits_to_float32(_ordered(best))
     return worst <= 0x7F800000
 
 
