@@ -237,6 +237,9 @@ class Rows:
         self.file = HeadFile(new_head(shape).requires_grad_(False), ids, {})
         self.file.head.gamma.mul_(3)  # sure of itself, so that trees are deep
         self.grower = FusedEagle(self.file, model())
+        for parameter in self.file.head.parameters():
+            if parameter.dim() > 1:
+                parameter.data = parameter.data.to(torch.bfloat16)
         self.taps = torch.randn(len(shape.taps), count, shape.hidden, device="cuda")
         self.ids = torch.randint(0, 49000, (count + 1,)).tolist()
 

@@ -16,9 +16,15 @@ from chatkv.models.random_model import random_spec
 from chatkv.models.tree_rows import Carried, TreeRows
 from chatkv.noise import gumbel
 from chatkv.spec.heads.fused import Launch, Launches
-from chatkv.spec.heads.fused_eagle import EagleMemory, FusedEagleGrower, NewRows
+from chatkv.spec.heads.fused_eagle import (
+    EagleMemory,
+    EagleWeights,
+    FusedEagleGrower,
+    NewRows,
+    token_table,
+)
 from chatkv.spec.heads.grow import EagleCell, Growth, Vocabulary, grow
-from chatkv.spec.heads.modules import EagleHead, angles_of
+from chatkv.spec.heads.modules import EagleHead, angles_of, product, rms
 from chatkv.spec.heads.shape import HeadShape, shape_for
 from chatkv.spec.tree import DraftTree
 
@@ -32,7 +38,7 @@ IMPORTED = replace(
     OURS, source="eagle3", norms_residual=True, eps=1e-2, head_dim=48,
     rope_factors=(2.0, 1.5) * 12,
 )  # fmt: skip
-SMALL = Launches(score=Launch(32, 32), heads=Launch(8, warps=2), attend=Launch(16))
+SMALL = Launches(pairs=2, lines=2, score=Launch(32, 32), attend=Launch(2))
 
 
 class Text:
@@ -93,6 +99,16 @@ class Text:
 
 
 NORMS = ("token", "state", "feed")
+
+
+def test_what_a_draft_id_adds_is_in_a_table() -> None:
+    text = Text(OURS, Growth(), 1, SMALL)
+    head, words = text.head, text.words
+    embedded = words.embedding[words.draft_ids]
+    tokens = rms(embedded, head.token_norm, OURS.eps)
+    expected = product(torch.cat([tokens, torch.zeros_like(tokens)], -1), head.qkv)
+    weights = EagleWeights.of(head, torch.float32)
+    torch.testing.assert_close(token_table(weights, words, OURS.eps), expected)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def made(count: int, seed: int):
     ("growth", "count", "block", "heat"),
     [
         (Growth(rows=16, depth=4, width=4, children=8), 70, 64, 0.7),
-        (Growth(rows=8, depth=3, width=3, children=4), 64, 16, 0.0),
+        (Growth(rows=8, depth=3, width=3, children=4), 100, 16, 0.0),
         (Growth(rows=12, depth=1, width=4, children=16), 40, 32, 0.7),
         (Growth(rows=33, depth=3, width=8, children=8), 100, 32, 0.0),
     ],

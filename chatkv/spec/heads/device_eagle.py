@@ -59,14 +59,11 @@ class FusedEagle:
         weights, device = model.layers.weights, model.layers.device
         assert isinstance(file.head, EagleHead), "grower_of looks before"
         head, self.window = file.head.to(device), WINDOW
-        for parameter in head.parameters():
-            if parameter.dim() > 1:  # norms stay exact
-                parameter.data = parameter.data.to(weights.dtype)
         vocabulary = Vocabulary.of(file.draft_ids, weights.head, weights.embedding)
         if head.rows is not None:
-            vocabulary = replace(vocabulary, draft_rows=head.rows)
+            vocabulary = replace(vocabulary, draft_rows=head.rows.to(weights.dtype))
         model.tap(head.shape.taps, self.window)
-        self._graphs, self._head, self._like = model.graphs, head, weights.embedding
+        self._graphs, self._shape, self._like = model.graphs, head.shape, weights.embedding
         self._fused = FusedEagleGrower(head, vocabulary, GROWTH, self.window)
         self.rows = TreeRows.empty(GROWTH.rows, device)
         self._loaded = self._own = self.new_memory()
@@ -102,7 +99,7 @@ class FusedEagle:
 
     def new_memory(self) -> DeviceMemory:
         """Room for one sequence."""
-        empty = EagleMemory.empty(self._head.shape, self.window, self._like)
+        empty = EagleMemory.empty(self._shape, self.window, self._like)
         return DeviceMemory(*empty.tensors())
 
     def store(

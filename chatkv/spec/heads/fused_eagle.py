@@ -20,9 +20,9 @@ from torch import Tensor
 from chatkv.models.tree_rows import Carried, TreeRows
 from chatkv.models.walk_triton import LONGEST_PATH
 from chatkv.spec.heads import eagle_triton as kernels
-from chatkv.spec.heads.fused import ROWS, Launch, TreeGrower, wide
+from chatkv.spec.heads.fused import ROWS, TreeGrower, turns
 from chatkv.spec.heads.grow import Growth, Vocabulary
-from chatkv.spec.heads.modules import EagleHead
+from chatkv.spec.heads.modules import EagleHead, product, rms
 from chatkv.spec.heads.shape import HeadShape
 
 KEYS = 65536
@@ -68,6 +68,36 @@ class EagleMemory:
         return self.keys, self.values, self.states
 
 
+@dataclass(frozen=True, slots=True)
+class EagleWeights:
+    """An eagle head's matrices, the weights of norms multiplied into the products behind them."""
+
+    fuse: Tensor
+    qkv: Tensor
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    residual_norm: Tensor | None
+    """[H] float32, of a layer that adds to the normed state."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, head: EagleHead, dtype: torch.dtype) -> EagleWeights:
+        """In that dtype."""
+        norm = torch.cat([head.token_norm, head.state_norm]).float()
+        feed = head.feed_norm.float()
+        return cls(
+            fuse=head.fuse.to(dtype),
+            qkv=(head.qkv * norm).to(dtype),
+            o=head.o.to(dtype),
+            gate=(head.gate * feed).to(dtype),
+            up=(head.up * feed).to(dtype),
+            down=head.down.to(dtype),
+            residual_norm=head.state_norm.float() if head.shape.norms_residual else None,
+        )
+
+
 class FusedEagleGrower(TreeGrower[EagleHead]):
     """An eagle head's trees, six or seven kernels a depth.
 
@@ -86,31 +116,51 @@ class FusedEagleGrower(TreeGrower[EagleHead]):
     ) -> None:
         super().__init__(head, vocabulary, growth, **options)
         self.window = window
-        shape, weight = head.shape, head.qkv
-        self._turns = _turns_of(shape, weight.device)
+        shape, weight = head.shape, vocabulary.draft_rows
+        device = weight.device
+        self._weights = EagleWeights.of(head, weight.dtype)
+        self._turns = _turns_of(shape, device)
+        places = max(window, ROWS) + growth.depth + 1
+        self._turned = torch.zeros(places, 2, shape.head_dim // 2, device=device)
+        self._table = token_table(self._weights, vocabulary, shape.eps)
         self._q = weight.new_zeros(ROWS, shape.num_heads, shape.head_dim)
-        self._mixed = torch.zeros_like(self._q)
+        self._mixed = torch.zeros(self._q.shape, device=device)
+        parts, units = self.launches.attend.n, (ROWS, shape.num_heads)
+        self._mixes = torch.zeros(2 * parts, *self._q.shape, device=device)
+        self._sums = torch.zeros(2 * parts, 2, *units, device=device)
+        self._arrived = torch.zeros(units, dtype=torch.int32, device=device)
         levels = (max(1, growth.depth - 1), max(1, growth.width))
         sizes = (*levels, shape.num_kv_heads, shape.head_dim)
         self._node_keys, self._node_values = weight.new_zeros(sizes), weight.new_zeros(sizes)
         self._middle = torch.zeros_like(self._states[0])
-        self._same = torch.arange(ROWS, dtype=torch.int32, device=weight.device)
+        self._nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        self._same = torch.arange(ROWS, dtype=torch.int32, device=device)
 
-    def store(self, memory: EagleMemory, new: NewRows) -> None:
-        """Keep new rows, any number up to the window. A row's bits are its own."""
-        head, shape, cut = self.head, self.head.shape, self.launches.fuse_rows
-        blocks = triton.cdiv(len(new.path), ROWS)
-        kernels.fuse_rows[(triton.cdiv(shape.hidden, cut.n), blocks)](
-            new.tapped, new.path, new.span, new.count, head.fuse, memory.states,
-            new.tapped.shape[1], shape.hidden, len(memory.states), TAPS=len(shape.taps),
-            NORMED=shape.source == "chatkv", **self._cut(cut, shape.hidden),
+    def store(self, memory: EagleMemory, new: NewRows, start: Carried | None = None) -> None:
+        """Keep new rows, any number up to the window. A row's bits are its own.
+
+        Args:
+            start: Of a tree that will be grown: its noise is drawn beside.
+        """
+        w, shape, lines = self._weights, self.shape, self.launches.lines
+        blocks, half, hidden = triton.cdiv(len(new.path), ROWS), shape.head_dim // 2, shape.hidden
+        places = len(new.path) + self.growth.depth + 1
+        assert places <= len(self._turned), f"{len(new.path)} rows, a window of {self.window}"
+        drawn = (self._nothing, new.count) if start is None else (start.seed, start.position)
+        turn_blocks, noise = triton.cdiv(places * half, 256), self._noise_cut(lines)
+        ahead = turn_blocks + (0 if start is None else self.growth.depth * noise["BLOCKS"])
+        kernels.fuse_rows[(hidden // 2 + ahead, blocks)](
+            new.tapped, new.path, new.span, new.count, w.fuse, memory.states, new.tapped.shape[1],
+            len(memory.states), self._turns, self._turned, places, turn_blocks, *drawn, self._ids,
+            self._noise, len(self._ids), HIDDEN=hidden, TAPS=len(shape.taps),
+            NORMED=shape.source == "chatkv", LINES=lines, HALF=half, **turns(hidden), **noise,
+            **self._options(lines),
         )  # fmt: skip
-        cut = self.launches.heads
-        kernels.store_rows[(self._heads_blocks(), blocks)](
+        kernels.store_rows[((shape.num_heads + 2 * shape.num_kv_heads) * half, blocks)](
             memory.states, new.path, new.behind, new.span, new.count, self.vocabulary.embedding,
-            head.state_norm, head.token_norm, head.qkv, self._turns, memory.keys, memory.values,
-            self._q, self._parents[0], shape.hidden, shape.eps, shape.head_dim**-0.5,
-            len(memory.states), **self._heads_options(),
+            w.qkv, self._turned, memory.keys, memory.values, self._q, self._parents[0], shape.eps,
+            shape.head_dim**-0.5, len(memory.states),
+            LINES=lines, **self._heads, **turns(hidden), **self._options(lines),
         )  # fmt: skip
 
     def grow(
@@ -122,78 +172,64 @@ class FusedEagleGrower(TreeGrower[EagleHead]):
             new: At most a path's.
         """
         self._memory, self._new = memory, new
-        self.store(memory, new)
+        self.store(memory, new, start)
         self._grow(start, out, rows)
 
     def _advance(self, start: Carried, depth: int, nodes: int) -> None:
-        head, shape, memory, new = self.head, self.head.shape, self._memory, self._new
+        w, shape, memory, new = self._weights, self.shape, self._memory, self._new
         states, parents = self._states[depth] if depth else memory.states, self._parents[depth]
+        product = self._product(nodes, shape.hidden)
         if depth:
-            kernels.node_heads[(self._heads_blocks(),)](
-                states, parents, self._tokens[depth], new.span, new.count,
-                self.vocabulary.embedding, head.state_norm, head.token_norm, head.qkv, self._turns,
-                self._node_keys[depth - 1], self._node_values[depth - 1], self._q, nodes, depth,
-                shape.hidden, shape.eps, shape.head_dim**-0.5, **self._heads_options(),
+            heads = shape.num_heads + 2 * shape.num_kv_heads
+            kernels.node_heads[(heads * (shape.head_dim // 2),)](
+                states, parents, self._places[depth], new.count, self._table,
+                w.qkv, self._turned, self._node_keys[depth - 1], self._node_values[depth - 1],
+                self._q, nodes, depth, shape.eps, shape.head_dim**-0.5, **self._heads, **product,
             )  # fmt: skip
         self._attend(depth, nodes)
-        self._add(states, parents, self._mixed, head.o, self._middle, nodes, shape.norms_residual)
-        cut = self.launches.feed
-        kernels.feed_nodes[(triton.cdiv(shape.inner, cut.n),)](
-            self._middle, head.feed_norm, head.gate, head.up, self._act, nodes, shape.hidden,
-            shape.inner, shape.eps, **self._cut(cut, shape.hidden),
+        self._add(states, parents, self._mixed, w.o, self._middle, nodes, norm=w.residual_norm)
+        pairs = self.launches.pairs if shape.inner % self.launches.pairs == 0 else 1
+        kernels.feed_nodes[(shape.inner // pairs,)](
+            self._middle, w.gate, w.up, self._act, nodes, shape.eps,
+            HIDDEN=shape.hidden, INNER=shape.inner, PAIRS=pairs, **product,
         )  # fmt: skip
         out = self._states[depth + 1]
-        self._add(self._middle, self._same, self._act, head.down, out, nodes)
-
-    def _add(
-        self, states: Tensor, parents: Tensor, x: Tensor, weight: Tensor, out: Tensor, nodes: int,
-        normed: bool = False,
-    ) -> None:  # fmt: skip
-        head, (hidden, inputs), cut = self.head, weight.shape, self.launches.add
-        kernels.add_nodes[(triton.cdiv(hidden, cut.n),)](
-            states, parents, x, weight, head.state_norm, out, nodes, hidden, inputs, head.shape.eps,
-            NORMED=normed, **self._cut(cut, inputs),
-        )  # fmt: skip
+        self._add(self._middle, self._same, self._act, w.down, out, nodes, guesses=True)
 
     def _attend(self, depth: int, nodes: int) -> None:
-        shape, memory, new, cut = self.head.shape, self._memory, self._new, self.launches.attend
-        width, group = max(1, self.growth.width), shape.num_heads // shape.num_kv_heads
-        dim = triton.next_power_of_2(max(16, shape.head_dim))
-        kernels.attend_nodes[(shape.num_kv_heads,)](
+        shape, memory, new, cut = self.shape, self._memory, self._new, self.launches.attend
+        dim = triton.next_power_of_2(shape.head_dim)
+        keys = min(KEYS // dim, triton.next_power_of_2(self.window))
+        kernels.attend_nodes[(shape.num_heads, nodes, cut.n + (depth > 0))](
             self._q, memory.keys, memory.values, self._node_keys, self._node_values, self._parents,
-            new.span, new.count, self._mixed, nodes, len(memory.states), HEADS=shape.num_heads,
-            KV_HEADS=shape.num_kv_heads, DIM=shape.head_dim, DIM_PAD=dim,
-            QUERIES=triton.next_power_of_2(max(16, nodes * group)), WINDOW=self.window,
-            BLOCK_S=min(cut.n, KEYS // dim, triton.next_power_of_2(max(16, self.window))),
-            DEPTH=depth, WIDTH=width, OWN=triton.next_power_of_2(max(16, depth * width)),
-            **self._options(cut),
+            new.span, new.count, self._mixed, self._mixes, self._sums, self._arrived,
+            len(memory.states), depth, HEADS=shape.num_heads, KV_HEADS=shape.num_kv_heads,
+            DIM=shape.head_dim, DIM_PAD=dim, WINDOW=self.window, KEYS=max(1, keys // cut.n),
+            PARTS=cut.n, WIDTH=max(1, self.growth.width), **self._options(cut.warps),
         )  # fmt: skip
 
     @property
-    def _channels(self) -> int:
-        """Of half a head, that one program makes."""
-        half = self.head.shape.head_dim // 2
-        return min(self.launches.heads.n, half & -half)
-
-    def _heads_blocks(self) -> int:
-        shape = self.head.shape
-        heads = shape.num_heads + 2 * shape.num_kv_heads
-        return heads * (shape.head_dim // 2 // self._channels)
-
-    def _heads_options(self) -> dict[str, Any]:
-        shape, cut = self.head.shape, self.launches.heads
+    def _heads(self) -> dict[str, int]:
+        shape = self.shape
         return {
+            "HIDDEN": shape.hidden,
             "HEADS": shape.num_heads,
             "KV_HEADS": shape.num_kv_heads,
             "HALF": shape.head_dim // 2,
-            **self._cut(cut, shape.hidden),
-            "BLOCK_N": self._channels,
         }
 
-    def _cut(self, cut: Launch, inputs: int) -> dict[str, Any]:
-        """A part of the inner dimension for each warp."""
-        parts = {"PARTS": cut.warps, "WIDE": wide(inputs, cut)}
-        return {"BLOCK_N": cut.n, **parts, **self._options(cut)}
+
+@torch.no_grad()
+def token_table(weights: EagleWeights, vocabulary: Vocabulary, eps: float) -> Tensor:
+    """[K, (HQ + 2 HK) D] in the dtype of the weights: what a draft id adds to queries, keys and
+    values before they are rotated. Nodes below the root guess from these ids alone."""
+    halves = [
+        product(
+            rms(vocabulary.embedding[ids], eps=eps), weights.qkv[:, : vocabulary.embedding.shape[1]]
+        )
+        for ids in vocabulary.draft_ids.split(4096)
+    ]
+    return torch.cat(halves)
 
 
 def _turns_of(shape: HeadShape, device: torch.device) -> Tensor:
