@@ -11,6 +11,7 @@ from app.fakes import AT_MS, FakeChats
 from app.stage import Stage, stage
 from data.escape_corpus import CORPUS, KEPT
 from textual import events
+from textual.keys import _character_to_key
 from textual.widgets import Input, Markdown
 
 from chatkv.errors import StoreBusy
@@ -52,6 +53,16 @@ async def test_list_shows_the_fork_tree_and_opens() -> None:
         await on.snapshot("chats")
         await on.press("end", "enter")
         await on.shows("Which numbers did we get?", "bench-notes › main")
+
+
+async def test_what_is_typed_fast_behind_the_slash_is_searched_for() -> None:
+    chats = _library()
+    async with stage(chats, chats.open("ada-notes")) as on:
+        await _open_list(on)
+        for char in "/d/r":  # all before the screen comes to any
+            on.app.post_message(events.Key(_character_to_key(char), char))
+        await on.until(lambda: on.app.screen.query_one("#search", Input).value == "d/r")
+        assert not chats.trashed
 
 
 async def test_search_is_debounced_and_opens_the_match() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -78,7 +78,11 @@ def tree(rows: list[ChatRow]) -> list[Line]:
 class ChatsScreen(Screen[Opener | None]):
     """F2. Returns what makes the chat to show, or None."""
 
-    BINDINGS: ClassVar = [*bindings("chats")]
+    # What is typed right behind the key of the search is meant for it: were the key to wait in the
+    # list's queue, a `d` behind it would trash a chat.
+    BINDINGS: ClassVar = [
+        replace(binding, priority=binding.id == "chats.search") for binding in bindings("chats")
+    ]
     AUTO_FOCUS = "#list"
 
     app: ChatApp
@@ -282,8 +286,11 @@ class ChatsScreen(Screen[Opener | None]):
             self._notice.say(*error_text(error), kind="error")
         self.find(self._search.value)
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "search" or self.focused is not self._search
+
     def action_search(self) -> None:
-        self._search.focus()
+        self.set_focus(self._search)
 
     def action_close(self) -> None:
         if self._search.has_focus and self._search.value:
