@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatkv.spec.proposal import GrownTree, walked
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted, verify
 
@@ -50,3 +54,32 @@ def test_until_cuts_tokens_and_rows_together_and_asks_once_each():
     assert (cut.tokens, cut.rows) == ((1, 3), (0, 1))
     assert seen == [1, 3]
     assert accepted.until(lambda token: False) is accepted
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "tokens", "rows"),
+    [
+        ([7, 1, 2], [7, 1, 5], (1, 2, 3), (0, 1, 2)),  # the unseen tree's path is longer
+        ([7, 1, 5], [7, 1, 2, 3], (1, 2, 3, 4), (0, 3, 4, 5)),  # the path of the others is
+        ([7, 1, 2], [7, 1, 2], (1, 2, 3), (0, 1, 2)),  # as long: those that need no moving
+        ([7, 5], [7, 6], (1,), (0,)),
+    ],
+)
+def test_of_two_trees_the_longer_path_counts(own, others, tokens, rows):
+    def chain(ids):
+        return DraftTree.of(ids, [0, *range(len(ids) - 1)])
+
+    places = SimpleNamespace(tokens=own)
+    grown = GrownTree(7, len(own) - 1, places, lambda: chain(own))  # type: ignore[arg-type]
+    grown.beside, grown.runs_beside = chain(others), True
+    ids = [*own, *others[1:]]
+    asked = {}
+
+    def pick(row, path):
+        asked[row] = ids[row]
+        return len(path) + 1
+
+    found = walked(grown, pick)
+    assert (found.tokens, found.rows) == (tokens, rows)
+    assert len(found.picks) == len(grown) == len(ids)
+    assert {row for row, picked in enumerate(found.picks) if picked is not None} == set(asked)

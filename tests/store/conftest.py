@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from copied import FP
 from faulty import Countdown, Faulty
 
 from chatkv.kv.keys import page_key
@@ -18,6 +19,7 @@ from chatkv.kv.store import PageImage
 from sessions.pages import SqlitePageStore
 from sessions.records import Render
 from sessions.store import MEMORY, ChatStore
+from sessions.token_log import StoredLog
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,3 +180,23 @@ def start_child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for child in children:
         child.kill()
         child.communicate()
+
+
+@pytest.fixture
+def open_log(chat_path: Path) -> Iterator[Callable[..., StoredLog]]:
+    opened: list[StoredLog] = []
+
+    def begin(tok_fp: bytes = FP) -> StoredLog:
+        opened.append(StoredLog(chat_path, tok_fp))
+        opened[-1].look()
+        return opened[-1]
+
+    yield begin
+    for log in opened:
+        log.close()
+
+
+@pytest.fixture
+def chat_path(store: ChatStore) -> Path:
+    assert store.file is not None
+    return store.file

@@ -1,63 +1,22 @@
-"""The token log: what chat.db has and nothing else, whatever becomes of the file."""
+"""The token log: what chat.db has and nothing else, whoever writes to it."""
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import threading
 from array import array
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from copied import FP, OTHER, guesses, packed, turns_of
 
 from chatkv.errors import StoreError
 from chatkv.spec.token_log import BARRIER, GIVEN
 from sessions import logfile
 from sessions import token_log as stored
-from sessions.logfile import HEADER, BadLog, LogFile, erase_turns, log_path
+from sessions.logfile import HEADER, LogFile, log_path
 from sessions.store import ChatStore
 from sessions.token_log import StoredLog
-
-FP, OTHER = b"t" * 32, b"u" * 32  # FP is that of the `talk` fixture
-
-
-@pytest.fixture
-def open_log(chat_path: Path) -> Iterator[Callable[..., StoredLog]]:
-    opened: list[StoredLog] = []
-
-    def begin(tok_fp: bytes = FP) -> StoredLog:
-        opened.append(StoredLog(chat_path, tok_fp))
-        opened[-1].look()
-        return opened[-1]
-
-    yield begin
-    for log in opened:
-        log.close()
-
-
-@pytest.fixture
-def chat_path(store: ChatStore) -> Path:
-    assert store.file is not None
-    return store.file
-
-
-def packed(text: str, *, given: bool = False) -> bytes:
-    """Ids of a text as they lie in the file."""
-    return array("I", [ord(letter) | GIVEN * given for letter in text]).tobytes()
-
-
-def guesses(log: StoredLog, text: str) -> set[str]:
-    """What the log knows behind a text."""
-    index = log.now()
-    if index is None:
-        return set()
-    return {
-        "".join(chr(word & ~GIVEN) for word in index.following(place, 1000))
-        for _, place in index.matches([ord(letter) for letter in text])
-    }
 
 
 def test_finished_turns_are_logged_once_and_forks_repeat_nothing(talk_on, store, open_log):
@@ -113,7 +72,7 @@ def test_deletion_leaves_no_trace_in_the_bytes(talk_on, store, open_log):
     talk.turn(kept, "a harmless question", "a harmless answer")
     talk.turn(gone, "hidden question", "the secret answer")
     other = store.file.with_name(log_path(store.file.parent, OTHER).name)
-    LogFile(other, OTHER).append(logfile.turn_key(*_turns(store)[-1]), talk.ids("secret too"))
+    LogFile(other, OTHER).append(logfile.turn_key(*turns_of(store)[-1]), talk.ids("secret too"))
     log = open_log()
     assert guesses(log, "the sec") == {"ret answer"}
     size = log.path.stat().st_size
@@ -194,86 +153,6 @@ def test_redacted_turns_are_not_logged(talk_on, store, open_log, chat_path):
     db.close()
     assert packed("redacted") in log.path.read_bytes()
     assert packed("redacted") not in open_log().path.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("damage", "notice"),
-    [
-        (lambda raw: b"", ""),
-        (lambda raw: raw[:3], "cut short"),
-        (lambda raw: b"not a log" + raw[9:], "no token log"),
-        (lambda raw: raw[:8] + OTHER + raw[40:], "another tokenizer"),
-        (lambda raw: raw[: HEADER.size] + b"\0\0\0\0" + raw[HEADER.size + 4 :], "damaged"),
-        (lambda raw: raw[: HEADER.size - 4] + b"\1" + raw[HEADER.size - 3 :], "never finished"),
-        (lambda raw: raw[: HEADER.size - 8] + b"\xff" * 4 + raw[HEADER.size - 4 :], "cut short"),
-    ],
-)
-def test_a_bad_log_is_made_anew(talk_on, store, open_log, damage, notice):
-    talk = talk_on(store)
-    talk.turn(talk.start(), "hello there", "general reply")
-    log = open_log()
-    log.path.write_bytes(damage(log.path.read_bytes()))
-    again = open_log()
-    assert guesses(again, "hello") == {" theregeneral reply"}
-    notices = again.take_notices()
-    assert len(notices) == bool(notice)
-    assert not notice or notice in notices[0]
-    log.look()  # the one that had it open
-    assert guesses(log, "hello") == {" theregeneral reply"}
-
-
-def test_truncated_at_any_byte(talk_on, store, open_log):
-    talk = talk_on(store)
-    session = talk.start()
-    for word in ("one", "two"):
-        talk.turn(session, word, f"reply {word}")
-    log = open_log()
-    whole = log.path.read_bytes()
-    expected = guesses(log, "reply ")
-    for size in range(len(whole)):
-        os.truncate(log.path, size)
-        index = log.now()
-        assert index is None or guesses(log, "reply ") == expected
-        log.look()
-        assert log.path.read_bytes()[HEADER.size :] == whole[HEADER.size :]
-        assert guesses(log, "reply ") == expected
-        assert len(log.take_notices()) <= 1
-
-
-@settings(
-    deadline=None,
-    max_examples=60,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), max_size=4))
-def test_any_damage_is_harmless(talk_on, store, open_log, flips):
-    if not store.sessions():
-        talk = talk_on(store)
-        talk.turn(talk.start(), "one", "reply one")
-    log = open_log()
-    raw = bytearray(log.path.read_bytes())
-    for place, bits in flips:
-        raw[place % len(raw)] ^= bits
-    log.path.write_bytes(raw)
-    log.look()
-    open_log().look()
-    for path in log.path.parent.glob("history-*"):
-        erase_turns(path.parent, _keys(store))
-        assert not path.exists() or packed("reply") not in path.read_bytes()
-
-
-def test_deleted_or_replaced_while_open(talk_on, store, open_log):
-    talk = talk_on(store)
-    session = talk.start()
-    talk.turn(session, "hello there", "general reply")
-    log = open_log()
-    log.path.unlink()
-    talk.turn(session, "second prompt", "second reply")
-    log.look()
-    assert guesses(log, "hello") == {" theregeneral reply"}
-    assert guesses(log, "second p") == {"romptsecond reply"}
-    assert log.path.exists()
 
 
 def test_two_processes_at_once(talk_on, store, open_log, chat_path, start_child):
@@ -372,82 +251,6 @@ def test_the_oldest_turns_go_first(talk_on, store, open_log, monkeypatch):
     assert open_log().path.stat().st_size == size  # what had no room is not tried again
 
 
-def test_a_crash_while_appending_leaves_nothing_behind(talk_on, store, open_log, monkeypatch):
-    talk = talk_on(store)
-    session = talk.start()
-    talk.turn(session, "hello there", "general reply")
-    log = open_log()
-    talk.turn(session, "second prompt", "second reply")
-
-    def crash(self, words):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(LogFile, "_set_words", crash)
-    log.look()
-    assert log.now() is None
-    assert "No space left" in log.take_notices()[0]
-    log.look()
-    assert log.take_notices() == []
-    monkeypatch.undo()
-    assert packed("second reply") in log.path.read_bytes()
-    erase_turns(log.path.parent, [])
-    assert packed("second reply") not in log.path.read_bytes()
-    again = open_log()
-    assert guesses(again, "second p") == {"romptsecond reply"}
-
-
-def test_a_log_of_others_is_refused(talk_on, store, open_log, chat_path):
-    talk = talk_on(store)
-    talk.turn(talk.start(), "hello", "reply")
-    path = log_path(chat_path.parent, FP)
-    path.write_bytes(b"")
-    path.chmod(0o666)
-    log = open_log()
-    assert log.now() is None
-    assert "can be written by other users" in log.take_notices()[0]
-    assert path.read_bytes() == b""
-
-
-def test_a_link_is_not_followed(talk_on, store, open_log, chat_path, tmp_path):
-    target = tmp_path / "precious"
-    target.write_bytes(b"precious")
-    target.chmod(0o600)
-    log_path(chat_path.parent, FP).symlink_to(target)
-    log = open_log()
-    assert log.now() is None
-    assert len(log.take_notices()) == 1
-    talk = talk_on(store)
-    session = talk.start()
-    talk.turn(session, "hello", "reply")
-    store.delete(session)
-    assert target.read_bytes() == b"precious"
-
-
-@pytest.mark.parametrize(
-    "make", [Path.mkdir, lambda path: os.mkfifo(path, 0o600)], ids=["folder", "pipe"]
-)
-def test_what_is_no_file_is_told_and_keeps_no_chat_from_being_deleted(
-    talk_on, store, open_log, chat_path, make
-):
-    make(log_path(chat_path.parent, FP))
-    log = open_log()
-    assert log.now() is None
-    assert "is no file" in log.take_notices()[0]
-    talk = talk_on(store)
-    session = talk.start()
-    talk.turn(session, "hello", "reply")
-    store.delete(session)
-    assert [found.id for found in store.sessions()] == []
-
-
-def test_without_chat_db_there_is_no_log(tmp_path):
-    log = StoredLog(tmp_path / "chat.db", FP)
-    log.look()
-    assert log.now() is None
-    assert list(tmp_path.iterdir()) == []
-    log.close()
-
-
 def test_a_busy_chat_db_is_tried_again(talk_on, store, open_log, chat_path, monkeypatch):
     monkeypatch.setattr("sessions.database.BUSY_TIMEOUT_MS", 10)
     talk = talk_on(store)
@@ -474,61 +277,6 @@ def test_the_thread_follows_and_ends(talk_on, store, chat_path):
     assert guesses(log, "hello") == {" theregeneral reply"}
     log.close()
     assert log.now() is None
-
-
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(
-    turns=st.lists(st.lists(st.integers(0, 2**30 - 2), max_size=20), max_size=12),
-    erased=st.sets(st.integers(0, 11)),
-)
-def test_any_ids_come_back_and_erased_ones_do_not(tmp_path_factory, turns, erased):
-    path = log_path(tmp_path_factory.mktemp("log"), FP)
-    file = LogFile(path, FP)
-    for number, ids in enumerate(turns):
-        file.append((number + 1, 5), ids)
-    doomed = [(number + 1, 5) for number in erased]
-    assert file.erase(doomed) == any(number < len(turns) for number in erased)
-    left = {(n + 1, 5): ids for n, ids in enumerate(turns) if n not in erased}
-    found = file.turns()
-    assert found.keys() == left.keys()
-    for turn, (start, stop) in found.items():
-        assert array("I", file.read(start, stop)).tolist()[4:] == left[turn]
-    file.shrink()
-    assert file.turns().keys() == left.keys()
-    words, _ = file.head()
-    assert words == sum(4 + len(ids) for ids in left.values())
-    assert path.stat().st_size == HEADER.size + 4 * words
-    file.close()
-
-
-def test_an_unfinished_change_is_seen(tmp_path, monkeypatch):
-    path = log_path(tmp_path, FP)
-    file = LogFile(path, FP)
-    file.append((1, 1), [1, 2, 3, 4, 5])
-    before = file.changes()
-
-    def crash(self, start, stop):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LogFile, "_blank", crash)
-    with pytest.raises(KeyboardInterrupt):
-        file.erase([(1, 1)])
-    monkeypatch.undo()
-    assert file.changes() != before
-    with pytest.raises(BadLog, match="never finished"):
-        file.head()
-    erase_turns(tmp_path, [(1, 1)])
-    assert not path.exists()
-    assert file.changes() is None
-    file.close()
-
-
-def _turns(store: ChatStore) -> list[tuple[int, int]]:
-    return store._db.execute("SELECT id, created_at FROM turns ORDER BY id").fetchall()
-
-
-def _keys(store: ChatStore) -> list[logfile.Turn]:
-    return [logfile.turn_key(*row) for row in _turns(store)]
 
 
 def test_the_barrier_is_the_same_for_both_sides():
