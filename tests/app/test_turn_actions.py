@@ -99,7 +99,7 @@ async def test_fork_leaves_its_origin_alone(keys: list[str], call: str, shared: 
         else:
             await on.enter("/fork 1 ideas")
         await on.until(lambda: call in chats.calls)
-        await on.shows(f"A fork that shares turns 1 to {shared}.")
+        await on.shows(f"A fork that shares {'turns 1-2' if shared == 2 else 'turn 1'}.")
         await on.enter("only here")
         on.chats.script.finish(text="forked answer")
         await on.until(lambda: "send only here" in chats.calls)

@@ -100,7 +100,7 @@ class TurnActions(Talk):
             name = choice.fork
             self.open(
                 lambda: chat.fork(turn.id, name),
-                f"A fork that shares turns 1 to {turn.number}.",
+                f"A fork that shares {which_turns(range(1, turn.number + 1))}.",
                 "What is said here stays here.",
             )
         elif turn.on_path or turn.chat_id == chat.id:
@@ -115,7 +115,7 @@ class TurnActions(Talk):
         chat, at = self.chat, turn or self.turns[-1]
         self.open(
             lambda: chat.fork(at.id, name),
-            f"A fork that shares turns 1 to {at.number}.",
+            f"A fork that shares {which_turns(range(1, at.number + 1))}.",
             "What is said here stays here.",
         )
 
