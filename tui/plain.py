@@ -7,7 +7,9 @@ replies go to stdout, all else to stderr.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from chatkv.errors import ChatKVError, UsageError, plural
 from chatkv.events import Done, Event, ForgetEvent, RecallEvent, Summarizing
@@ -50,6 +52,7 @@ class PlainChat:
             self._found.note(
                 f"{self._chat.name or 'new chat'} · /help lists commands, /exit leaves"
             )
+            self._expect()
         try:
             for text in self._inputs(first):
                 code = self._guarded(text)
@@ -58,6 +61,17 @@ class PlainChat:
         except Leave:
             pass
         return 0
+
+    def _expect(self) -> None:
+        """Have the engine prepare for this chat while the user types."""
+        chat, engine = self._chat, self._work.engine
+
+        def tell() -> None:
+            with suppress(ChatKVError):
+                engine.wait_ready()
+                chat.expect()
+
+        threading.Thread(target=tell, name="chatkv-expect", daemon=True).start()
 
     def _guarded(self, text: str) -> int:
         """One input; an error is shown and, for a person, not the end."""
@@ -264,4 +278,6 @@ class PlainChat:
     def _go(self, chat: ChatPort) -> None:
         demand(self._work, chat)
         self._chat, self._last = chat, None
+        if self._interactive:
+            self._expect()
         output.note(f"{chat.name or 'new chat'} ({chat.fork_name})")

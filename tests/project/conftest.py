@@ -87,6 +87,7 @@ class FakeChat:
     owner: Any = None
     spec: str = "auto"
     cancelled: bool = False
+    expected: bool = False
     policy: str = "error"
     missing: tuple[int, ...] = ()
 
@@ -113,7 +114,8 @@ class FakeChat:
     def preview(self, turn_id: int | None = None) -> Preview:
         return Preview(2700 if turn_id is None else turn_id, 150, 1, 12, 4_300_000, 57, 4, 290.0)
 
-    def expect(self) -> None: ...
+    def expect(self) -> None:
+        self.expected = True
 
     def tree(self) -> list[TreeTurn]:
         return [

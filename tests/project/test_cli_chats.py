@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -234,6 +235,20 @@ def test_ctrl_c_ends_the_reply_and_term_the_chat(chatkv, chats, monkeypatch, num
 
 def _end():
     raise EOFError
+
+
+@pytest.mark.parametrize("person", [True, False])
+def test_the_engine_hears_which_chat_a_person_has_open(chatkv, told, monkeypatch, person):
+    ada, bob = (next(row for row in told.rows if row.name == name) for name in ("ada", "bob"))
+
+    def type_line(prompt):
+        while not bob.expected:
+            time.sleep(0.01)
+        return "/exit"
+
+    monkeypatch.setattr("builtins.input", type_line)
+    assert chatkv("chat", "--plain", "-c", stdin=None if person else b"").code == 0
+    assert (ada.expected, bob.expected) == (False, person)
 
 
 def test_every_slash_command_of_the_screen_works_without_it():
