@@ -60,12 +60,18 @@ class Drafts:
                 path.unlink(missing_ok=True)
 
     def sweep(self, exists: Callable[[str], bool]) -> None:
-        """Delete the drafts of chats that are gone."""
-        if self._folder is not None and self._folder.is_dir():
-            names = [path.name for path in self._folder.iterdir()]
-            delete_drafts(
-                self._folder, (n for n in names if not n.startswith(_NEW) and not exists(n))
-            )
+        """Delete the drafts of chats that are gone, and what a killed process was writing."""
+        if self._folder is None or not self._folder.is_dir():
+            return
+        names = [path.name for path in self._folder.iterdir() if not path.name.startswith(_NEW)]
+        delete_drafts(
+            self._folder,
+            [
+                name
+                for name in names
+                if not (_runs(name[1:-4]) if name.startswith(".") else exists(name))
+            ],
+        )
 
     def _path(self, chat_id: str) -> Path:
         assert self._folder is not None

@@ -66,8 +66,12 @@ def test_drafts_of_chats_that_are_gone_are_swept(folder):
     drafts = Drafts(folder)
     for name in ("here", "gone", ""):
         drafts.save(name, "text")
+    writing = f".{os.getppid()}.tmp"
+    for name in (writing, f".{2**22 + 1}.tmp"):
+        (folder / name).write_text("half")
     drafts.sweep(lambda chat_id: chat_id == "here")
-    assert sorted(path.name for path in folder.iterdir()) == ["here", f"new.{os.getpid()}"]
+    left = [writing, "here", f"new.{os.getpid()}"]
+    assert sorted(path.name for path in folder.iterdir()) == left
 
 
 def test_a_folder_that_cannot_be_written_costs_the_draft_alone(tmp_path):
