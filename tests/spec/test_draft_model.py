@@ -122,19 +122,32 @@ def test_nothing_is_proposed_behind_its_own_limit():
     assert len(tree) == 1
 
 
-def test_another_tokenizer_is_named_by_its_first_difference():
-    def tokenizer(*words):
-        return SimpleNamespace(
-            tok_fp=lambda: repr(words).encode(),
-            vocab_size=len(words),
-            token_text=lambda token: words[token] if token < len(words) else None,
-        )
+def tokenizer(*words):
+    return SimpleNamespace(
+        tok_fp=lambda: repr(words).encode(),
+        vocab_size=len(words),
+        token_text=lambda token: words[token] if token < len(words) else None,
+    )
 
+
+def test_another_tokenizer_is_named_by_its_first_difference():
     expect_same_tokenizer(tokenizer("a", "b"), tokenizer("a", "b"))
     with pytest.raises(ModelError, match="id 1 is 'c' there and 'b' in the model"):
         expect_same_tokenizer(tokenizer("a", "b"), tokenizer("a", "c"))
-    with pytest.raises(ModelError, match="id 2 is 'c' there and None"):
+    with pytest.raises(ModelError, match="id 2 is 'c' there and missing in the model"):
         expect_same_tokenizer(tokenizer("a", "b"), tokenizer("a", "b", "c"))
+
+
+def test_rows_behind_the_last_token_are_no_difference():
+    words = ("a", "b", "[PAD7]", "c")
+    padded = tokenizer(*words, *(f"[PAD{i}]" for i in range(4, 9)))
+    for other in (tokenizer(*words), tokenizer(*words, "[PAD4]"), padded):
+        expect_same_tokenizer(padded, other)
+        expect_same_tokenizer(other, padded)
+    with pytest.raises(ModelError, match=r"id 2 is 'x' there and '\[PAD7\]' in the model"):
+        expect_same_tokenizer(padded, tokenizer("a", "b", "x", "c"))
+    with pytest.raises(ModelError, match="id 3 is missing there"):
+        expect_same_tokenizer(padded, tokenizer("a", "b", "[PAD7]"))
 
 
 def test_margins_are_binned_from_unsure_to_sure():

@@ -11,6 +11,7 @@ prefix of its chosen ids, and nothing else.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -35,6 +36,8 @@ LEAST_CHANCE = 0.15
 """A chain ends where its whole path is less likely than this to be right."""
 MEASURED = 3
 """Steps that tell at load what one takes."""
+PADDING = re.compile(r"\[PAD\d+\]")
+"""What GGUF files call rows of the vocabulary that no token belongs to."""
 MARGINS = (0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0)
 """Upper edges of the score bins: the best score above the second, noise included."""
 
@@ -205,11 +208,23 @@ def expect_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     """
     if draft.tok_fp() == target.tok_fp():
         return
-    for token in range(max(target.vocab_size, draft.vocab_size)):
+    for token in range(max(_real_ids(target), _real_ids(draft))):
         ours, theirs = target.token_text(token), draft.token_text(token)
         if ours != theirs:
             raise ModelError(
-                f"The draft model has another tokenizer: id {token} is {theirs!r} there "
-                f"and {ours!r} in the model.",
+                f"The draft model has another tokenizer: id {token} is {_told(theirs)} there "
+                f"and {_told(ours)} in the model.",
                 hint="Choose a draft model of the same family with --draft-model.",
             )
+
+
+def _real_ids(tokenizer: Tokenizer) -> int:
+    """Ids up to the last one that is no padding: sizes of a family are padded differently."""
+    count = tokenizer.vocab_size
+    while count and PADDING.fullmatch(tokenizer.token_text(count - 1) or "[PAD0]"):
+        count -= 1
+    return count
+
+
+def _told(text: str | None) -> str:
+    return "missing" if text is None else repr(text)
