@@ -233,7 +233,7 @@ def _draft_ids(path: Path, ids: Tensor | None, shape: HeadShape, vocab_size: int
 def _expect(path: Path, name: str, found: object, needed: object) -> None:
     if found != needed:
         raise HeadsMismatch(
-            f"{path.name} does not fit this model: {name} is {_short(found)}, needed is {needed}.",
+            f"{path} does not fit this model: {name} is {_short(found)}, needed is {needed}.",
             hint=HINT,
         )
 
