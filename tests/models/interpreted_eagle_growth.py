@@ -29,16 +29,17 @@ from chatkv.spec.heads.shape import HeadShape, shape_for
 from chatkv.spec.tree import DraftTree
 
 SPEC = replace(
-    random_spec("random:tiny")[0], hidden_size=64, head_dim=32, num_heads=3, num_kv_heads=1
+    random_spec("random:tiny")[0], hidden_size=16, head_dim=8, num_heads=3, num_kv_heads=1
 )
 WINDOW, COUNT = 12, 40
 CPU = torch.device("cpu")
-OURS = replace(shape_for("eagle", SPEC, draft_ids=COUNT), inner=48)
+OURS = replace(shape_for("eagle", SPEC, draft_ids=COUNT), inner=8)
 IMPORTED = replace(
-    OURS, source="eagle3", norms_residual=True, eps=1e-2, head_dim=48,
-    rope_factors=(2.0, 1.5) * 12,
+    OURS, source="eagle3", norms_residual=True, eps=1e-2, head_dim=12,
+    rope_factors=(2.0, 1.5) * 3,
 )  # fmt: skip
 SMALL = Launches(pairs=2, lines=2, score=Launch(32, 32), attend=Launch(2))
+OTHER = Launches(pairs=1, attend=Launch(4))
 
 
 class Text:
@@ -114,7 +115,7 @@ def test_what_a_draft_id_adds_is_in_a_table() -> None:
 @pytest.mark.parametrize(
     ("shape", "growth", "launches", "steps", "heat"),
     [
-        (OURS, Growth(rows=16, depth=4, width=4, children=8), Launches(), (9, 3), 0.7),
+        (OURS, Growth(rows=16, depth=4, width=4, children=8), OTHER, (9, 3), 0.7),
         (IMPORTED, Growth(rows=9, depth=3, width=3, children=4), SMALL, (5, 0, 9), 0.0),
         (OURS, Growth(rows=12, depth=2, width=8, children=8), SMALL, (16, 13), 0.7),
     ],

@@ -21,12 +21,14 @@ from chatkv.spec.heads.modules import new_head
 from chatkv.spec.heads.shape import shape_for
 from chatkv.spec.tree import DraftTree
 
-SPEC = replace(random_spec("random:tiny")[0], hidden_size=64)
+SPEC = replace(random_spec("random:tiny")[0], hidden_size=32)
 
 
 def made(count: int, seed: int):
     torch.manual_seed(seed)
-    head = new_head(shape_for("recurrent", SPEC, draft_ids=count)).requires_grad_(False)
+    # The interpreter takes a while for each program.
+    shape = replace(shape_for("recurrent", SPEC, draft_ids=count), inner=16)
+    head = new_head(shape).requires_grad_(False)
     head.gamma.uniform_(0.5, 1.5)
     table = torch.randn(SPEC.vocab_size, SPEC.hidden_size)
     ids = torch.randperm(SPEC.vocab_size)[:count]
