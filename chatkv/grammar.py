@@ -28,6 +28,8 @@ may say otherwise under "x-guidance"."""
 MOST_REPEATS = 1_000_000
 """Of one part of a regular expression, nested counts multiplied: compiling this many takes seconds,
 and nothing stops it once it runs."""
+LONGEST_ERROR = 400
+"""Characters of an error that are told."""
 SPECIAL = b"\xff"
 """Begins a token that no text is made of; no byte of UTF-8."""
 NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
@@ -242,9 +244,11 @@ def _expect_repeats(pattern: str) -> None:
 
 
 def _one_line(error: str) -> str:
-    """An error of llguidance without its drawing of the place, which the first words name too."""
+    """An error of llguidance without its drawing of the place, which the first words name too, and
+    without most of what it repeats of a long grammar."""
     error = re.sub(r"<(state|grammar|non-verbose)\b.*", "", error, flags=re.DOTALL)
     lines = [line.strip() for line in error.splitlines()]
-    return " ".join(line for line in lines if line and not re.match(r"\d+ \||\^+$", line)).rstrip(
-        "."
-    )
+    told = " ".join(line for line in lines if line and not re.match(r"\d+ \||\^+$", line))
+    if len(told) > LONGEST_ERROR:
+        told = f"{told[: LONGEST_ERROR // 2]} ... {told[-LONGEST_ERROR // 2 :]}"
+    return told.rstrip(".")

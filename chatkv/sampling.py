@@ -46,9 +46,11 @@ class Grammar:
         if self.kind == "json_schema":
             try:
                 schema = json.loads(self.text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
+                deep = isinstance(error, RecursionError)
                 raise ConfigError(
-                    f"The JSON schema is not JSON: {error}.", hint="Correct it there."
+                    f"The JSON schema is not JSON: {'too deeply nested' if deep else error}.",
+                    hint="Correct it there.",
                 ) from None
             if not isinstance(schema, dict):
                 raise ConfigError(

@@ -124,6 +124,7 @@ def test_a_matcher_that_met_a_limit_begins_again(grammars):
     ("grammar", "words"),
     [
         (Grammar("regex", "a(b"), "regular expression does not compile.*unclosed group"),
+        (Grammar("regex", "(" * 5000), r"regular expression does not compile: .* \.\.\. "),
         (Grammar("regex", "((((a{100}){100})?{100}){3,100})"), "repeats a part 100,000,000 times"),
         (Grammar("json_schema", '{"type": "foo"}'), "JSON schema does not compile.*foo"),
         (
@@ -144,6 +145,7 @@ def test_what_does_not_compile_is_told_with_its_place(grammars, grammar, words):
     with pytest.raises(ConfigError, match=words) as caught:
         grammars.matcher(grammar)
     assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 500
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,9 @@ def test_a_schema_that_is_no_json_is_refused_with_the_place():
         Grammar("json_schema", '{"type":\n}')
     with pytest.raises(ConfigError, match="not an object"):
         Grammar("json_schema", "false")
+    for deep in ("[" * 100_000, '{"a":' * 100_000):
+        with pytest.raises(ConfigError, match="too deeply nested"):
+            Grammar("json_schema", deep)
 
 
 def test_settings_are_taken_as_they_are_stored():
