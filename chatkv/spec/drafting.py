@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from chatkv.models.logits import Features
 from chatkv.sequence import Sequence
 from chatkv.spec.control import Controller, Plan
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.proposal import GrownTree, Proposal, settled
 from chatkv.spec.stats import DraftStats, StepRecord
 from chatkv.spec.tree import DraftTree

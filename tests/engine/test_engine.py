@@ -16,7 +16,7 @@ from chatkv.engine import Engine
 from chatkv.errors import ContextFull, UsageError
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import Sequence
-from chatkv.spec.drafter import GuardedDrafters
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.tree import DraftTree
 
 COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}

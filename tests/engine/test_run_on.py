@@ -20,10 +20,11 @@ from chatkv.engine import Engine
 from chatkv.kv.ops import Op
 from chatkv.sampling import SamplingParams
 from chatkv.sequence import Sequence as Path
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
 from chatkv.spec.drafters.ahead import Ahead
 from chatkv.spec.drafters.ngram import NgramDrafter
 from chatkv.spec.drafting import Drafting
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.proposal import GrownTree
 from chatkv.spec.tree import DraftTree
 

@@ -18,9 +18,9 @@ from chatkv.models.catalog import ModelFile
 from chatkv.models.decoder import Decoder
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.control import Controller
-from chatkv.spec.drafter import GuardedDrafters
 from chatkv.spec.drafters import heads as heads_drafter
 from chatkv.spec.drafters.eagle import EagleDrafter, Held, _usable
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.heads import cpu_eagle, cpu_parts
 from chatkv.spec.heads.cpu_eagle import CpuEagle
 from chatkv.spec.heads.file import HeadFile, save, target_of

@@ -16,10 +16,11 @@ from chatkv.models import weights
 from chatkv.models.catalog import ModelFile
 from chatkv.models.decoder import Decoder
 from chatkv.sampling import Sampler, SamplingParams
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
 from chatkv.spec.drafters import DraftMeans, create_drafters
 from chatkv.spec.drafters import heads as heads_drafter
 from chatkv.spec.drafters.heads import HeadsDrafter, find_heads, load_heads
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.heads import cpu_parts
 from chatkv.spec.heads.cpu import CpuFan, CpuGrower, grower_of
 from chatkv.spec.heads.file import HeadFile, save, target_of

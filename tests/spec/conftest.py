@@ -21,7 +21,8 @@ from chatkv.grammar import Grammars
 from chatkv.models.random_model import random_weights
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec import verify as verify_module
-from chatkv.spec.drafter import DraftContext, Drafter, GuardedDrafters
+from chatkv.spec.drafter import DraftContext, Drafter
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.stats import StepRecord
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted

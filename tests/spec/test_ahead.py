@@ -10,9 +10,10 @@ import pytest
 
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.control import Controller
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
 from chatkv.spec.drafters.heads import HeadsDrafter
 from chatkv.spec.drafting import Drafting
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.heads.grown import tree_of
 from chatkv.spec.plan import Plan
 from chatkv.spec.proposal import GrownTree, Proposal, StaleTree, settled

@@ -15,8 +15,9 @@ from chatkv.config import EngineConfig
 from chatkv.engine import Engine
 from chatkv.errors import ModelError
 from chatkv.sampling import Sampler, SamplingParams
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
 from chatkv.spec.drafters.draft_model import DraftModelDrafter, expect_same_tokenizer
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.verify import Accepted
 
 COSTS = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.9, 16: 3.0}

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from chatkv.errors import ConfigError
 from chatkv.sampling import Sampler, SamplingParams
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
 from chatkv.spec.drafters import DRAFTERS, DraftMeans, create_drafters
 from chatkv.spec.drafters.automaton import COUNTED_SUFFIXES, SuffixAutomaton
 from chatkv.spec.drafters.ngram import NgramDrafter, score_bin
 from chatkv.spec.drafters.random import RandomDrafter
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted
 

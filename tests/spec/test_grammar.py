@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from chatkv.errors import ConfigError
 from chatkv.grammar import Grammars, Matcher
 from chatkv.sampling import Grammar, Sampler, SamplingParams
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.tree import DraftTree
 
 SCHEMA = {

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from chatkv.errors import ModelError
 from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec import token_log
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
 from chatkv.spec.drafters.history import HistoryDrafter, score_bin
 from chatkv.spec.drafters.lookahead import SEEN, SETTLED, LookaheadDrafter
 from chatkv.spec.drafters.ngram import NgramDrafter
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.token_log import BARRIER, GIVEN, KEY, LONGEST, PLACES, TokenIndex
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import verify

@@ -12,7 +12,8 @@ from chatkv.sampling import Sampler, SamplingParams
 from chatkv.spec.calibration import Calibration
 from chatkv.spec.control import ASKED_TRIES, Controller
 from chatkv.spec.costs import DraftCosts
-from chatkv.spec.drafter import DraftContext, GuardedDrafters
+from chatkv.spec.drafter import DraftContext
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.stats import StepRecord
 from chatkv.spec.tree import DraftTree
 from chatkv.spec.verify import Accepted, verify

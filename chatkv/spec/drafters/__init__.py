@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from chatkv.errors import ConfigError, HeadsMismatch
 from chatkv.models.model import Model
-from chatkv.spec.drafter import Drafter, GuardedDrafters
+from chatkv.spec.drafter import Drafter
 from chatkv.spec.drafters.draft_model import DraftModelDrafter
 from chatkv.spec.drafters.heads import find_heads, load_heads
 from chatkv.spec.drafters.history import HistoryDrafter
 from chatkv.spec.drafters.lookahead import LookaheadDrafter
 from chatkv.spec.drafters.ngram import NgramDrafter
 from chatkv.spec.drafters.random import RandomDrafter
+from chatkv.spec.guarded import GuardedDrafters
 from chatkv.spec.token_log import TokenLog
 
 logger = logging.getLogger(__name__)
