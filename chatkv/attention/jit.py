@@ -38,6 +38,7 @@ SHARED = (
     "attention/simd.py",
     "attention/simd_codes.py",
     "attention/simd_hadamard.py",
+    "attention/cpu_kernels.py",
     "attention/cpu_math.py",
     "models/lanes.py",
     "models/row_lanes.py",

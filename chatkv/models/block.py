@@ -6,6 +6,7 @@ a Python call or a barrier more is felt.
 
 from __future__ import annotations
 
+from chatkv.attention.cpu_kernels import attend_alone, attend_together
 from chatkv.attention.jit import njit, prange
 from chatkv.models.layers import (
     embed_row,
@@ -148,6 +149,42 @@ def after_attention(
     down = table[layer, DOWN]
     for worker in prange(workers):
         share_rows(weights, down, worker, workers, act_codes, act_scales, rows, hidden, 1)
+
+
+@njit
+def run_layers(
+    count, rows, workers, weights, table, norms, eps, hidden, normed, qkv, cos, sin, slots, q,
+    stored, attended, lse, plan, joined, pairs, acts, taps, tapped,
+):  # fmt: skip
+    """The first `count` layers whole, where all rows are stored plain and see by one plan.
+
+    One call for all: of three a layer, each would take longer to be made than a norm.
+
+    Args:
+        normed, joined, acts: Rooms of rows as (float32, codes, scales): [T, H], [T, HQ D], [T, I].
+        stored: [L, P, 2, HK, S, D] uint16.
+        attended: [T, HQ, D] uint16, written. lse: As in `attend_alone`.
+        plan: `CpuPlan.arguments`.
+        taps: [N] int64, layers counted from 1, behind which the residual goes to tapped[n], of
+            [N, T, H] float32.
+    """
+    flat = attended.reshape(attended.shape[0], -1)
+    for layer in range(count):
+        before_attention(
+            layer, rows, workers, weights, table, norms, eps, hidden, *normed, qkv, cos, sin,
+            slots, q, stored[layer],
+        )  # fmt: skip
+        if plan[2].shape[0] > 2:
+            attend_together(q, stored[layer], attended, lse, *plan)
+        else:
+            attend_alone(q, stored[layer], attended, lse, *plan)
+        after_attention(
+            layer, rows, workers, weights, table, norms, eps, hidden, *normed, flat, *joined, pairs,
+            *acts,
+        )  # fmt: skip
+        for n in range(taps.shape[0]):
+            if taps[n] == layer + 1:
+                tapped[n, :rows] = hidden[:rows]
 
 
 @njit(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from chatkv.attention.call import AttentionCall
-from chatkv.attention.cpu import CpuBackend
+from chatkv.attention.cpu import NO_LSE, CpuBackend
 from chatkv.attention.cpu_plan import CpuPlan
 from chatkv.attention.jit import set_threads
 from chatkv.errors import BackendUnavailable
@@ -274,11 +274,14 @@ class Decoder:
         slots = np.ascontiguousarray(slots, np.int64)
         q, attended = self._q[:rows], self._attended[:rows]
         last = spec.num_layers - 1
-        for layer in range(last):
-            self._before(layer, rows, cos, sin, slots, q, stored[layer])
-            self._attend(plans, layer, q, stored[layer], attended)
-            self._after(layer, rows, attended)
-            self._keep_tap(layer + 1, rows)
+        if pool.scales is None and len(plans) == 1:
+            self._run_layers(last, rows, cos, sin, slots, q, pool, attended, *plans.values())
+        else:
+            for layer in range(last):
+                self._before(layer, rows, cos, sin, slots, q, stored[layer])
+                self._attend(plans, layer, q, stored[layer], attended)
+                self._after(layer, rows, attended)
+                self._keep_tap(layer + 1, rows)
         self._before(last, rows, cos, sin, slots, q, stored[last])
         if wanted is not None and not len(wanted) and not tapped:
             return self._logits(0)
@@ -334,6 +337,19 @@ class Decoder:
         pages, scales = stored
         plan = plans[0 if scales is None else pages.shape[-1], self.spec.window(layer)]
         self.backend.attend_rows(plan, q, pages, out, scales=scales)
+
+    def _run_layers(
+        self, count: int, rows: int, cos: np.ndarray, sin: np.ndarray, slots: np.ndarray,
+        q: np.ndarray, pool: PagePool, attended: np.ndarray, plan: CpuPlan,
+    ) -> None:  # fmt: skip
+        """What the loop over layers does, in one call."""
+        block.run_layers(
+            count, rows, self.threads, self._weights.data, self._table, self._norms, self._eps,
+            self._hidden, self._normed, self._qkv, cos, sin, slots, q,
+            pool.data.view(torch.uint16).numpy(), attended, NO_LSE, plan.arguments, self._joined,
+            self._pairs, self._acts, np.array(self._taps, np.int64), self._tapped,
+        )  # fmt: skip
+        self.backend.calls += count
 
     def _keep_tap(self, layer: int, rows: int) -> None:
         for place, tap in enumerate(self._taps):  # a model of few layers has one more than once
