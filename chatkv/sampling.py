@@ -121,6 +121,8 @@ class SamplingParams:
             raise ConfigError(f"seed is {self.seed}.", hint=f"Use 0 to {MAX_SEED}.")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}.", hint="Use 1 or more.")
+        if isinstance(self.stop, str):  # its letters would be taken for texts
+            raise ConfigError("stop is one text.", hint=f"Write ({self.stop!r},).")
         if "" in self.stop:
             raise ConfigError("A stop text is empty.", hint="Leave it out.")
         if not 0.01 <= self.repetition_penalty <= 100:

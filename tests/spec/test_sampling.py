@@ -172,6 +172,7 @@ def test_margin():
         {"seed": 2**63},
         {"max_tokens": 0},
         {"stop": ("",)},
+        {"stop": "abc"},
         {"repetition_penalty": 0.0},
         {"repetition_penalty": math.nan},
         {"presence_penalty": 2.1},
