@@ -74,7 +74,7 @@ def run(model: TinyModel, spec: str, params: SamplingParams) -> Run:
     return found
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     place=st.integers(1, 39),
@@ -102,6 +102,7 @@ def test_a_stop_inside_an_accepted_path_ends_there(
         )
         plain, drafted = run(model, "none", params), run(model, "chain:7", params)
         assert drafted.told() == plain.told()
-        assert not any(one in plain.told()[2] for one in stop)
+        # U+FFFD stands for a code point that the end cut: nobody can stop at it any more.
+        assert not any(one in plain.told()[2] for one in stop if "\ufffd" not in one)
         if len(drafted.gained) > 1 and not ends:
             assert drafted.gained[0] == DEPTH + 1  # a path of several tokens was accepted
