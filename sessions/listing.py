@@ -6,7 +6,7 @@ Knows session rows and numbers about their paths. Runs inside a transaction of i
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from chatkv.errors import UnknownSession
@@ -153,8 +153,8 @@ def first_line(text: str) -> str:
 
 
 def find_session(db: sqlite3.Connection, ref: str, *, trash: bool) -> SessionRow:
-    """The session that `ref` means: `@last`, an id, a name, `name:fork`, a fork's own name, or a
-    prefix of an id.
+    """The session that `ref` means: `@last`, an id, a name, `name:fork`, a fork's own name, what
+    the list shows of an untitled chat in their place, or a prefix of an id.
 
     Raises:
         UnknownSession: None, or more than one.
@@ -167,14 +167,7 @@ def find_session(db: sqlite3.Connection, ref: str, *, trash: bool) -> SessionRow
                 "There is no conversation yet.", hint="Start one with `chatkv` or `chatkv ask`."
             )
         return get_session(db, rows[0].id)
-    every = {row.id: row for row in everything}
-    for found in (
-        [row for row in rows if row.id == ref],
-        [row for row in rows if row.forked_from is None and row.title == ref],
-        _forks_named(rows, every, ref),
-        [row for row in rows if row.forked_from is not None and row.title == ref],
-        [row for row in rows if len(ref) >= MIN_PREFIX and row.id.startswith(ref)],
-    ):
+    for found in _meant(db, rows, {row.id: row for row in everything}, ref, trash):
         if len(found) == 1:
             return get_session(db, found[0].id)
         if found:
@@ -187,6 +180,22 @@ def find_session(db: sqlite3.Connection, ref: str, *, trash: bool) -> SessionRow
         f"There is no conversation {ref!r}{' in the trash' if trash else ''}.",
         hint=elsewhere or "`chatkv list` shows names and ids.",
     )
+
+
+def _meant(
+    db: sqlite3.Connection,
+    rows: Sequence[SessionHead],
+    every: Mapping[str, SessionHead],
+    ref: str,
+    trash: bool,
+) -> Iterator[list[SessionHead]]:
+    """Sessions by one reading of `ref` after another; the costly one is made only if it is read."""
+    yield [row for row in rows if row.id == ref]
+    yield [row for row in rows if row.forked_from is None and row.title == ref]
+    yield _forks_named(rows, every, ref)
+    yield [row for row in rows if row.forked_from is not None and row.title == ref]
+    yield [row for row in rows if len(ref) >= MIN_PREFIX and row.id.startswith(ref)]
+    yield _shown_as(db, rows, ref, trash)
 
 
 def _forks_named(
@@ -203,6 +212,21 @@ def _forks_named(
     ]
 
 
+def _shown_as(
+    db: sqlite3.Connection, rows: Sequence[SessionHead], ref: str, trash: bool
+) -> list[SessionHead]:
+    """Untitled chats and their forks by the first line of their first prompt."""
+    shown = summaries(db, trash=trash, limit=None, sort="updated")
+    names = {s.id: s.first_line for s in shown if s.first_line and not s.title}
+    forks = {s.id: s.fork for s in shown}
+    return [
+        row
+        for row in rows
+        if (name := names.get(row.id))
+        and ref in (f"{name}:{forks[row.id]}", name if row.forked_from is None else None)
+    ]
+
+
 def _ids(rows: Sequence[SessionHead]) -> str:
     shown = ", ".join(row.id[:8] for row in rows[:5])
     return shown if len(rows) <= 5 else f"{shown}, ..."
@@ -210,6 +234,8 @@ def _ids(rows: Sequence[SessionHead]) -> str:
 
 def _trash_hint(rows: Sequence[SessionHead], ref: str) -> str:
     for row in rows:
-        if row.trashed_at is not None and ref in (row.id, row.title or None):
+        is_meant = ref in (row.id, row.title or None)
+        is_meant = is_meant or (len(ref) >= MIN_PREFIX and row.id.startswith(ref))
+        if row.trashed_at is not None and is_meant:
             return f"It is in the trash, as {row.id}: restore it first."
     return ""

@@ -46,6 +46,10 @@ def test_the_proof(chatkv, prompts):
     assert (report["complete"], report["different"]) == (True, 0)
     assert (report["prompts"], report["replies"]) == (10, 20)
     assert report["drafted_steps"] > 0
+    told = chatkv(*SMALL, "--prompts", prompts).out
+    assert told.endswith(f"without drafting: {report['tokens']} tokens of 20 replies.\n")
+    assert "ngram, random" in told
+    assert "[" not in told
 
 
 @pytest.mark.parametrize(

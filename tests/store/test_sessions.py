@@ -79,6 +79,25 @@ def test_names_ids_and_prefixes(talk, memory):
     assert memory.find("new name").id == third
 
 
+def test_an_untitled_chat_goes_by_the_name_that_is_shown(talk, memory):
+    session, other = talk.start(), talk.start()
+    talk.turn(session, "List the fruits\nplease", "apples")
+    talk.turn(other, "And trees", "oaks")
+    assert memory.find("List the fruits").id == session
+    fork = memory.fork(session, title="red")
+    assert memory.find("List the fruits").id == session
+    assert memory.find("List the fruits:red").id == memory.find("red").id == fork.id
+    for ref in ("List the", "list the fruits", "List the fruits:blue"):
+        with pytest.raises(UnknownSession, match="no conversation"):
+            memory.find(ref)
+    memory.rename(other, "List the fruits")
+    assert memory.find("List the fruits").id == other  # a name that was given comes first
+    memory.trash(fork.id)
+    with pytest.raises(UnknownSession) as caught:
+        memory.find(fork.id[:6])
+    assert "It is in the trash" in (caught.value.hint or "")
+
+
 def test_a_prefix_of_several_ids_is_refused(memory, monkeypatch):
     monkeypatch.setattr("sessions.tree.new_id", lambda: "abcd" + new_id()[4:])
     memory.create_session()

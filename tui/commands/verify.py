@@ -143,7 +143,7 @@ def verify(
     if as_json:
         output.write_json(report)
     else:
-        for text in output.columns([[key, str(value)] for key, value in report.items()]):
+        for text in output.columns([[key, _told(value)] for key, value in report.items()]):
             output.line(text)
     if report["different"]:
         wrong = plural(report["different"], "reply")
@@ -153,4 +153,12 @@ def verify(
         return interrupts.exit_code
     elif not report["drafted_steps"]:
         found.note("Nothing was drafted, so nothing is proved. Use more tokens or other drafters.")
+    elif not as_json:
+        told = f"{plural(report['tokens'], 'token')} of {plural(report['replies'], 'reply')}"
+        output.line(f"The same text with and without drafting: {told}.")
     return DIFFERENT if report["different"] or not report["drafted_steps"] else 0
+
+
+def _told(value: Any) -> str:
+    """A number or a list, for people."""
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
