@@ -49,6 +49,21 @@ def test_list(chatkv, told):
     assert first.split()[:3] == ["bob", "1", "100"]
 
 
+@pytest.mark.parametrize("wide", [60, 80, 130])
+def test_a_list_is_as_wide_as_the_terminal(chatkv, told, monkeypatch, wide):
+    name = "a very long name of a chat that says all that was talked about in it"
+    chatkv("rename", "ada", name)
+    assert chatkv("fork", name, "--name", "side-track").code == 0
+    whole = chatkv("list").out
+    assert "talked about in it:side-track" in whole  # a pipe gets names that can be used
+    monkeypatch.setattr("tui.output.is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", str(wide))
+    lines = chatkv("list").out.splitlines()
+    assert max(map(len, lines)) <= wide
+    assert sum(":side-track " in line for line in lines) == 1
+    assert ("model" in lines[0]) == (wide > 60)
+
+
 def test_an_empty_list(chatkv, chats):
     ran = chatkv("list")
     assert (ran.code, ran.out) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +22,8 @@ SORTS = {
     "name": lambda row: (row.name.lower(), row.fork.lower()),
 }
 ALL = 1 << 31
+NAME_WANTED, NAME_LEAST = 30, 8
+"""Characters of a name in a list: without them the model is left out; and what is left of it."""
 
 id_argument = click.argument("ref", metavar="ID", type=TEXT)
 
@@ -200,24 +203,32 @@ def _row_json(row: ChatRow) -> dict[str, Any]:
     return data
 
 
-def _title(row: ChatRow) -> str:
+def _title(row: ChatRow, limit: int | None = None) -> str:
+    """The name, cut to so many characters, but not the name of a fork behind it."""
     name = row.name or "(no turn yet)"
-    return name if row.forked_from is None else f"{name}:{row.fork}"
+    fork = "" if row.forked_from is None else f":{row.fork}"
+    if limit is not None:
+        name = output.shorten(name, max(NAME_LEAST, limit - len(fork)))
+    return name + fork
 
 
 def _table(rows: list[ChatRow]) -> None:
-    table = [["name", "turns", "tok", "updated", "model", "id"]]
-    table += [
-        [
-            output.shorten(_title(row), 40),
-            str(row.turns),
-            str(row.tokens),
-            output.when(row.updated_at),
-            row.model,
-            row.id[:12],
-        ]
+    """As wide as the terminal, and whole where there is none: names there are for programs."""
+    facts = [["turns", "tok", "updated", "model", "id"]]
+    facts += [
+        [str(row.turns), str(row.tokens), output.when(row.updated_at), row.model, row.id[:12]]
         for row in rows
     ]
+    limit = None
+    if output.is_terminal(sys.stdout):
+        wide = shutil.get_terminal_size().columns
+        limit = wide - 2 - max(map(output.cells, output.columns(facts)))
+        if limit < NAME_WANTED:
+            for line in facts:
+                del line[3]
+            limit = wide - 2 - max(map(output.cells, output.columns(facts)))
+    names = ["name", *(_title(row, limit) for row in rows)]
+    table = [[name, *line] for name, line in zip(names, facts, strict=True)]
     for text in output.columns(table, right=(1, 2)):
         output.line(text)
 
