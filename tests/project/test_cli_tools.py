@@ -195,7 +195,8 @@ def test_doctor_load(chatkv, quick, chats, monkeypatch):
 def played(monkeypatch, quick):
     """`sessions.verify` without an engine; what it was asked for."""
     asked = {}
-    report = {"complete": True, "prompts": 2, "tokens": 9, "different": 0, "drafted_steps": 3}
+    report = {"complete": True, "prompts": 2, "replies": 4, "tokens": 9}
+    report |= {"different": 0, "drafted_steps": 3}
 
     def verify_prompts(file, prompts, **settings):
         asked.update(settings, prompts=prompts, file=file)
